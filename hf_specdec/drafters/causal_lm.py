@@ -41,10 +41,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from hf_specdec.decoding import graphs
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.graphs import NODE_BUCKETS, can_capture
 from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.state import Counts
@@ -275,7 +275,7 @@ class CausalLMDrafter(PublishedDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         # On a CPU these models are too small to gain from compilation.
-        compile_mode = self.options.compile_mode if can_capture(self.device) else "none"
+        compile_mode = self.options.compile_mode if graphs.can_capture(self.device) else "none"
         kind = ChainGenerator if self.method == "causal_lm_chain" else TreeGenerator
         return kind(DraftModel(self.model, compile_mode=compile_mode), target, replace(self.options))
 
@@ -452,7 +452,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         )
         room = length + 256
         if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
-            room = max(room, self.target.cache.capacity - NODE_BUCKETS[-1])
+            room = max(room, self.target.cache.capacity - graphs.NODE_BUCKETS[-1])
         drafter.begin_rounds(room)
 
 

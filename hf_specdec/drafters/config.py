@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 
 class TargetFields:
     """A base class of configs, before the config of transformers that they extend.
@@ -39,3 +41,70 @@ class TargetFields:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}{where}; it must be an integer of at least {least}.")
+
+
+def default_target_layer_ids(num_target_layers: int) -> list[int]:
+    """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
+
+    Example:
+        >>> default_target_layer_ids(32)
+        [1, 15, 28]
+    """
+    # Targets with too few layers for three different ones occur only in tests.
+    indices = (2, num_target_layers // 2, num_target_layers - 3)
+    return [min(max(1, index), num_target_layers) - 1 for index in indices]
+
+
+class FeatureFields(TargetFields):
+    """A base class of configs of drafters that read several layers of the target and have a head of their own.
+
+    Args:
+        draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
+        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
+            first layer. None for `default_target_layer_ids` of the target.
+        target_hidden_size: the target's hidden size; None for `hidden_size`.
+        kwargs: see `TargetFields`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+
+    def __init__(
+        self,
+        draft_vocab_size: int | None = None,
+        target_layer_ids: list[int] | None = None,
+        target_hidden_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.target_layer_ids = target_layer_ids
+        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field and its value, if no drafter can be built from this config."""
+        if not isinstance(self.draft_vocab_size, int) or not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size!r}; it must be an integer from 1 to vocab_size "
+                f"{self.vocab_size}, the target's vocabulary."
+            )
+        layers = self.target_layer_ids
+        if layers is not None and (
+            not isinstance(layers, (list, tuple)) or not layers or not all(isinstance(layer, int) for layer in layers)
+        ):
+            raise ValueError(f"target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers, or absent.")
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target states that are concatenated."""
+        return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The layers of a target that the drafter reads."""
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        return tuple(default_target_layer_ids(depth) if self.target_layer_ids is None else self.target_layer_ids)

@@ -385,7 +385,6 @@ class DFlashDrafter(PretrainedDrafter):
     options_class: ClassVar[type[TreeOptions]] = DFlashOptions
     options: DFlashOptions
     d2t: Tensor
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer, which is computed from the config.

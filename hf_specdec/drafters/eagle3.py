@@ -29,7 +29,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
 
 from hf_specdec.decoding.cache import TreeCache
@@ -41,8 +40,8 @@ from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.attention import HeadProjections
-from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.attention import CachedAttention, DraftLayer
+from hf_specdec.drafters.config import FeatureFields
 from hf_specdec.drafters.context import CommittedReader, NewTokens, behind_committed
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import TreeOptions
@@ -63,29 +62,13 @@ MAX_DEPTH = 64
 MAX_TOP_K = 128
 
 
-def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Target layers that EAGLE-3 reads if a checkpoint lists none: one near the start, the middle, one near the end.
-
-    As indices of `output_hidden_states` they are 2, n // 2 and n - 3; the output of layer i has index i + 1.
-
-    Example:
-        >>> default_target_layer_ids(32)
-        [1, 15, 28]
-    """
-    return [1, num_target_layers // 2 - 1, num_target_layers - 4]
-
-
-class Eagle3Config(TargetFields, LlamaConfig):
+class Eagle3Config(FeatureFields, LlamaConfig):
     """The config of a Llama decoder (usually with one layer) and what EAGLE-3 adds.
 
     `vocab_size` is the target's. The input of the first layer is the concatenation of embedding and state, so its q, k
     and v projections have twice the input size; further layers are Llama layers.
 
     Args:
-        draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
-        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
-            first layer. None for `default_target_layer_ids` of the target.
-        target_hidden_size: the target's hidden size; None for `hidden_size`.
         qk_norm: whether each head's queries and keys are normalised before RoPE.
         norm_before_residual: whether the residual of the first layer is the normalised state.
         norm_before_fc: one norm over the concatenated target states.
@@ -99,9 +82,6 @@ class Eagle3Config(TargetFields, LlamaConfig):
 
     def __init__(
         self,
-        draft_vocab_size: int | None = None,
-        target_layer_ids: list[int] | None = None,
-        target_hidden_size: int | None = None,
         qk_norm: bool = False,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
@@ -112,9 +92,6 @@ class Eagle3Config(TargetFields, LlamaConfig):
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"num_hidden_layers": 1} | kwargs)
-        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.target_layer_ids = target_layer_ids
-        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
         self.qk_norm = qk_norm
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
@@ -125,29 +102,9 @@ class Eagle3Config(TargetFields, LlamaConfig):
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:
-        """Raises ValueError, naming the field, if no drafter can be built from this config."""
-        if not isinstance(self.draft_vocab_size, int) or not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size!r}; it must be an integer from 1 to vocab_size "
-                f"{self.vocab_size}, the target's vocabulary."
-            )
-        layers = self.target_layer_ids
-        if layers is not None and (
-            not isinstance(layers, list) or not layers or not all(isinstance(layer, int) for layer in layers)
-        ):
-            raise ValueError(f"target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers, or absent.")
+        super().check()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both true, but a checkpoint has at most one of them.")
-
-    @property
-    def num_taps(self) -> int:
-        """Number of target states that are concatenated."""
-        return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
-
-    @property
-    def maps_vocabulary(self) -> bool:
-        """Whether draft ids differ from target ids."""
-        return self.draft_vocab_size != self.vocab_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,44 +127,13 @@ class Eagle3Options(TreeOptions):
         self.check_integers(depth=MAX_DEPTH, top_k=MAX_TOP_K)
 
 
-class Eagle3Attention(HeadProjections):
-    """Causal attention with inputs of size `in_size` and outputs of size `hidden_size`."""
-
-    def __init__(self, config: Eagle3Config, in_size: int) -> None:
-        super().__init__(config, in_size, norms=config.qk_norm)
-
-    def forward(
-        self,
-        inputs: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: TreeCache | None,
-        layer: int,
-    ) -> Tensor:
-        """[batch, seq, in_size] -> [batch, seq, hidden]; see `Eagle3Drafter.forward`."""
-        batch, seq, _ = inputs.shape
-        queries = self.q_norm(self.q_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
-        values = self.v_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1) for part in rotary)
-        queries = queries * cos + rotate_half(queries) * sin
-        keys = keys * cos + rotate_half(keys) * sin
-        if cache is not None:
-            keys, values = cache.layers[layer].update(keys, values)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
-
-
 class Eagle3FirstLayer(nn.Module):
     """EAGLE-3's own layer: attention over [embedding ; state], each with its own norm."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = Eagle3Attention(config, 2 * config.hidden_size)
+        self.self_attn = CachedAttention(config, 2 * config.hidden_size, norms=config.qk_norm)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -222,29 +148,12 @@ class Eagle3FirstLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer, for drafters with more than one layer."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.self_attn = Eagle3Attention(config, config.hidden_size)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, states: Tensor, *attention_inputs: Any) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        states = states + self.self_attn(self.input_layernorm(states), *attention_inputs)
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
 class Eagle3Network(PretrainedDrafter):
     """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
 
     config: Eagle3Config
     d2t: Tensor
-    base_model_prefix = ""
-    _no_split_modules: ClassVar = ["Eagle3FirstLayer", "Eagle3Layer"]
+    _no_split_modules: ClassVar = ["Eagle3FirstLayer", "DraftLayer"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -261,7 +170,7 @@ class Eagle3Network(PretrainedDrafter):
                 [LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps)]
             )
         self.fc = nn.Linear(joined, hidden, bias=False)
-        further = [Eagle3Layer(config) for _ in range(1, config.num_hidden_layers)]
+        further = [DraftLayer(config) for _ in range(1, config.num_hidden_layers)]
         self.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
         self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
@@ -310,7 +219,8 @@ class Eagle3Network(PretrainedDrafter):
         Returns:
             [batch, seq, hidden], before the final norm; their `logits` are for the token after each pair's token.
         """
-        rotary = self.rotary_emb(embeddings, position_ids)
+        cos, sin = self.rotary_emb(embeddings, position_ids)
+        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         first, *further = self.layers
         states = first(embeddings, states, rotary, mask, is_causal, cache, 0)
         for index, layer in enumerate(further, start=1):
@@ -334,10 +244,7 @@ class Eagle3Network(PretrainedDrafter):
         return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        layers = self.config.target_layer_ids
-        if layers is None:
-            layers = default_target_layer_ids(model.config.get_text_config(decoder=True).num_hidden_layers)
-        return tuple(layers)
+        return self.config.layers_of(model)
 
     def card_facts(self) -> dict[str, str]:
         config = self.config

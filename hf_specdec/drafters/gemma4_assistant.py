@@ -315,7 +315,6 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
     config: Gemma4AssistantConfig
     options_class = Gemma4AssistantOptions
     options: Gemma4AssistantOptions
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["QueryLayer"]
 
     def __init__(self, config: Gemma4AssistantConfig) -> None:

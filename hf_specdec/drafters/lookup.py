@@ -13,7 +13,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -264,18 +264,8 @@ class LookupGenerator(TreeCandidateGenerator):
 
     drops_rows = True
 
-    def __init__(
-        self,
-        *,
-        longest_suffix: int,
-        shortest_suffix: int,
-        tree_budget: int,
-        depth: int,
-        memory: SuffixIndex | None = None,
-    ) -> None:
-        self.longest_suffix, self.shortest_suffix = longest_suffix, shortest_suffix
-        self.tree_budget, self.depth = tree_budget, depth
-        self.memory = memory
+    def __init__(self, options: NGramOptions, memory: SuffixIndex | None) -> None:
+        self.options, self.memory = options, memory
         self.padding: list[int] = []  # columns before each row's text
         self.texts: list[SuffixIndex] = []
         self.latest: list[list[int]] = []  # tokens of each row since the last draft
@@ -285,7 +275,7 @@ class LookupGenerator(TreeCandidateGenerator):
         if committed.tree is None:
             steps = committed.token_ids.shape[1]
             self.padding = [max(0, steps - count) for count in committed.num_committed]
-            self.texts = [SuffixIndex(self.longest_suffix) for _ in self.padding]
+            self.texts = [SuffixIndex(self.options.longest_suffix) for _ in self.padding]
             self.latest = [[] for _ in self.padding]
             return
         for row, tokens in enumerate(committed.tokens):
@@ -321,16 +311,17 @@ class LookupGenerator(TreeCandidateGenerator):
             self.prompts = [
                 length - 1 - position for length, position in zip(context.lengths, self.padding, strict=True)
             ]
-        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        options, limit = self.options, context.node_limit
+        budget = options.node_limit if limit is None else min(options.node_limit, limit)
         trees = []
         for row, text in enumerate(self.texts):
             self.latest[row] = []
             text.extend(columns[row][known[row] - first : context.lengths[row] - first])
-            end: list[int] = text.last(self.longest_suffix)
+            end: list[int] = text.last(options.longest_suffix)
             matches: list[Match] = []
             if context.active[row] and budget:
-                matches = find([text] if self.memory is None else [text, self.memory], end, self.shortest_suffix)
-            trees.append(continuation_tree(end[-1], matches, budget, self.depth))
+                matches = find([text] if self.memory is None else [text, self.memory], end, options.shortest_suffix)
+            trees.append(continuation_tree(end[-1], matches, budget, options.depth))
         token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
         return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs, device=context.root_ids.device)
 
@@ -406,13 +397,7 @@ class LookupDrafter(Drafter):
             self.index.clear()
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return LookupGenerator(
-            longest_suffix=self.options.longest_suffix,
-            shortest_suffix=self.options.shortest_suffix,
-            tree_budget=self.options.node_limit,
-            depth=self.options.depth,
-            memory=self.index,
-        )
+        return LookupGenerator(replace(self.options), self.index)
 
 
 class NGramDrafter(LookupDrafter):

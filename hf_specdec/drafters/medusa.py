@@ -156,7 +156,6 @@ class MedusaDrafter(PretrainedDrafter):
     config: MedusaConfig
     options_class = MedusaOptions
     options: MedusaOptions
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["MedusaHead"]
 
     def __init__(self, config: MedusaConfig) -> None:

@@ -480,7 +480,7 @@ def test_early_trees_equal_those_drafted_after_the_read(method: str, batch: str)
                 right = alone.gather(1, places.clamp(max=alone.shape[1] - 1))
                 below = (tree.depths == 1) & (len(seen) % 3 > 0)
                 token_ids = tree.token_ids.where(~below | (tree.token_ids == right), right)
-                return DraftTree.from_parents(token_ids, tree.parents, tree.depth, valid=tree.valid)
+                return DraftTree.from_parents(token_ids, tree.parents, tree.max_depth, valid=tree.valid)
 
             generator.draft = planted
             return generator

@@ -17,19 +17,19 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.attention import HeadProjections
-from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.attention import DraftLayer, KeyValueStore
+from hf_specdec.drafters.config import FeatureFields
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
@@ -46,17 +46,13 @@ MAX_BLOCKS = 64
 RANK_BOUNDS = (1, 4, 10)
 
 
-class SpecBlockConfig(TargetFields, LlamaConfig):
+class SpecBlockConfig(FeatureFields, LlamaConfig):
     """The config of a Llama decoder and what SpecBlock adds.
 
     Args:
         diffspec_draft_token_num: K, tokens that one forward drafts from one start. Default 7, as in the published code;
             the published checkpoints and the paper use 4.
         rank_classes: buckets of the rank head.
-        draft_vocab_size: tokens that can be drafted; None for the complete vocabulary.
-        target_hidden_size: size of one target state; None for `hidden_size`.
-        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; None for the published
-            rule, see `default_target_layer_ids`.
         draft_head_dim: None for `hidden_size // num_attention_heads`, which the published code always uses, even if the
             file has another `head_dim`.
         qk_norm: RMS norm on queries and keys, as in Qwen3 layers. The published drafters have none, even if the target
@@ -78,9 +74,6 @@ class SpecBlockConfig(TargetFields, LlamaConfig):
         self,
         diffspec_draft_token_num: int = 7,
         rank_classes: int = 4,
-        draft_vocab_size: int | None = None,
-        target_hidden_size: int | None = None,
-        target_layer_ids: list[int] | None = None,
         draft_head_dim: int | None = None,
         qk_norm: bool = False,
         prefix_broadcast: bool = True,
@@ -95,9 +88,6 @@ class SpecBlockConfig(TargetFields, LlamaConfig):
         super().__init__(**kwargs)
         self.diffspec_draft_token_num = diffspec_draft_token_num
         self.rank_classes = rank_classes
-        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
-        self.target_layer_ids = target_layer_ids
         self.draft_head_dim = draft_head_dim
         self.head_dim = draft_head_dim or self.hidden_size // self.num_attention_heads
         self.qk_norm = qk_norm
@@ -115,29 +105,17 @@ class SpecBlockConfig(TargetFields, LlamaConfig):
         """K: tokens that one forward drafts from one start; the start itself is not counted."""
         return self.diffspec_draft_token_num
 
-    @property
-    def num_taps(self) -> int:
-        """Number of target states that are concatenated."""
-        return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
-
     def check(self) -> None:
         """Raises ValueError, naming the field, its value and its range, if the drafter cannot be built."""
-        self.check_sizes("diffspec_draft_token_num", "draft_vocab_size", where=" in this SpecBlock config")
+        super().check()
+        self.check_sizes("diffspec_draft_token_num", where=" in this SpecBlock config")
         self.check_sizes("rank_classes", least=2, where=" in this SpecBlock config")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; it must be an integer from 1 to vocab_size "
-                f"{self.vocab_size}, the target's vocabulary."
-            )
         if self.rank_features_top is not None and self.rank_features_top < 2:
             raise ValueError(f"rank_features_top is {self.rank_features_top!r}; it must be None or at least 2.")
         kinds = {"draft_condition": DraftCondition, "rank_state": RankState, "block_positions": BlockPositions}
         for field, kind in kinds.items():
             if getattr(self, field) not in get_args(kind):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be one of {list(get_args(kind))}.")
-        layers = self.target_layer_ids
-        if layers is not None and (not layers or not all(isinstance(layer, int) for layer in layers)):
-            raise ValueError(f"target_layer_ids is {layers!r}; it must be None or a list of 0-based layer numbers.")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in the published layout."""
@@ -158,18 +136,6 @@ _ALWAYS_WRITTEN = (
     "architectures", "diffspec_draft_token_num", "draft_vocab_size", "hidden_size", "model_type", "num_hidden_layers",
     "rank_classes", "rank_features_top", "rope_theta", "vocab_size",
 )  # fmt: skip
-
-
-def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
-
-    Example:
-        >>> default_target_layer_ids(32)
-        [1, 15, 28]
-    """
-    # Targets with too few layers for three different ones occur only in tests.
-    indices = (2, num_target_layers // 2, num_target_layers - 3)
-    return [min(max(1, index), num_target_layers) - 1 for index in indices]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,12 +187,6 @@ class SpecBlockOptions(TreeOptions):
             raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
 
 
-class KeyValueStore(Protocol):
-    """The cache of the layers: a `TreeCache`, or at training a list with gradients."""
-
-    layers: Any
-
-
 class SpecBlockInput(nn.Module):
     """Fuses condition, token and slot query into one state per slot (Eq. 1 and 2)."""
 
@@ -258,53 +218,6 @@ class SpecBlockInput(nn.Module):
             first[0] = 1
             prefix = prefix * first
         return prefix + queries
-
-
-class SpecBlockAttention(HeadProjections):
-    """Attention of all slots of all starts over the cache and each other, as the mask allows."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__(config, config.hidden_size, norms=config.qk_norm)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: KeyValueStore | None,
-        layer: int,
-    ) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
-        batch, length, _ = hidden.shape
-        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim))
-        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
-        values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = rotary
-        both = torch.cat([queries, keys], 2)  # one rotation for both: on a CPU small operations are mostly overhead
-        both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
-        queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
-        if cache is not None:
-            keys, values = cache.layers[layer].update(keys, values)
-        attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-
-
-class SpecBlockLayer(nn.Module):
-    """A Llama decoder layer over the slots of all starts."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.self_attn = SpecBlockAttention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, *attention_inputs: Any) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *attention_inputs)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
@@ -372,8 +285,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     config: SpecBlockConfig
     options_class = SpecBlockOptions
     options: SpecBlockOptions
-    base_model_prefix = ""
-    _no_split_modules: ClassVar = ["SpecBlockLayer"]
+    _no_split_modules: ClassVar = ["DraftLayer"]
     # The embedding is a frozen copy of the target's: official checkpoints omit it, some savers include it.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
     side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
@@ -383,7 +295,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         super().__init__(config)
         width = config.hidden_size
         self.input_layer = SpecBlockInput(config)
-        self.layers = nn.ModuleList([SpecBlockLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_hidden_layers)])
         shifts = config.num_hidden_layers - 1 if config.layer_wise_shift else 0
         self.shift_proj = nn.ModuleList([nn.Linear(2 * width, width, bias=False) for _ in range(shifts)])
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
@@ -455,7 +367,8 @@ class SpecBlockDrafter(PretrainedDrafter):
             if index > 0 and self.shift_proj:
                 before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
                 hidden = self.shift_proj[index - 1](torch.cat([hidden, before], dim=-1))
-            hidden = layer(hidden.flatten(1, 2), rotary, mask, cache, index).unflatten(1, (starts, slots))
+            hidden = layer(hidden.flatten(1, 2), rotary, mask, mask is None, cache, index)
+            hidden = hidden.unflatten(1, (starts, slots))
         return hidden
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -584,9 +497,7 @@ class SpecBlockDrafter(PretrainedDrafter):
             torch.save({"d2t": self.d2t.cpu(), "t2d": self.t2d.cpu()}, file)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        layers = self.config.target_layer_ids
-        depth = model.config.get_text_config(decoder=True).num_hidden_layers
-        return tuple(default_target_layer_ids(depth) if layers is None else layers)
+        return self.config.layers_of(model)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return SpecBlockGenerator(self, target)

@@ -53,24 +53,18 @@ class RankHeadQuality:
 
     def rows(self) -> list[dict[str, float | str]]:
         """Per bucket its name, share of the positions, precision, recall and F1, each from 0 to 1."""
-        names = bucket_names()
-        correct = self.counts.diagonal().tolist()
-        true, predicted = self.counts.sum(1).tolist(), self.counts.sum(0).tolist()
-        rows: list[dict[str, float | str]] = []
-        for bucket, name in enumerate(names):
-            precision = correct[bucket] / predicted[bucket] if predicted[bucket] else 0.0
-            recall = correct[bucket] / true[bucket] if true[bucket] else 0.0
-            both = precision + recall
-            rows.append(
-                {
-                    "bucket": name,
-                    "frequency": true[bucket] / max(1, self.num_positions),
-                    "precision": precision,
-                    "recall": recall,
-                    "f1": 2 * precision * recall / both if both else 0.0,
-                }
-            )
-        return rows
+        counts = self.counts.double()
+        correct, true, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+        columns = {
+            "frequency": true / max(1, self.num_positions),
+            "precision": correct / predicted.clamp(min=1),
+            "recall": correct / true.clamp(min=1),
+            "f1": 2 * correct / (true + predicted).clamp(min=1),
+        }
+        return [
+            {"bucket": name} | {column: float(values[bucket]) for column, values in columns.items()}
+            for bucket, name in enumerate(bucket_names())
+        ]
 
     def record(self) -> dict[str, str]:
         """The same rows as short texts, for a model card."""

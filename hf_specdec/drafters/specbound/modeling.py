@@ -237,7 +237,6 @@ class SpecBoundDrafter(PretrainedDrafter):
     mergeable = False
     options: SpecBoundOptions
     d2t: Tensor
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["ExitHead"]
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
 

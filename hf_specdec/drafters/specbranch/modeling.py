@@ -232,7 +232,6 @@ class SpecBranchDrafter(PretrainedDrafter):
     options_class = SpecBranchOptions
     mergeable = False
     options: SpecBranchOptions
-    base_model_prefix = ""
     late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)
     _device_marker: Tensor
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.taps import decoder_layers
-from hf_specdec.drafters.specblock.modeling import SpecBlockConfig, SpecBlockDrafter, default_target_layer_ids
+from hf_specdec.drafters.config import default_target_layer_ids
+from hf_specdec.drafters.specblock.modeling import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.training.options import Count, ShareBelow1
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.rows import Rows

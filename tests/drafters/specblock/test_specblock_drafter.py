@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.decoding import devices
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.config import default_target_layer_ids
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.drafting import HeadOutput, Nodes, Shape, SpecBlockGenerator, Starts, attach, cut
-from hf_specdec.drafters.specblock.modeling import default_target_layer_ids, rank_features
+from hf_specdec.drafters.specblock.modeling import rank_features
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target
 from tests.watched import Watched
