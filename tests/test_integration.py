@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.decoding.generator import Committed
+from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.host import EXPECTED
 from hf_specdec.decoding.observers import Observer
 from tests.methods import FREE, METHODS, make_ddtree

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import verify_lossless
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.lookup import NGramDrafter

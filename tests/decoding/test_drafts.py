@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter

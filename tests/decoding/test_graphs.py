@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding import devices, graphs, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace

@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding import devices, graphs, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
