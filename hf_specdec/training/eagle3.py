@@ -169,6 +169,4 @@ def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTraine
         _copy_head(drafter, target)
 
 
-register_recipe(
-    Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows, recorded=("draft_vocab_size", "passes", "decay"))
-)
+register_recipe(Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows))
