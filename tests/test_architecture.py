@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -57,6 +58,11 @@ def identifier(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_parts(path: Path) -> list[str]:
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     return parts[:-1] if parts[-1] == "__init__" else parts
@@ -75,7 +81,7 @@ def part_of_module(name: str) -> str:
 def imported_modules(path: Path) -> set[str]:
     """Names of the hf_specdec modules that a file imports, inside functions too."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +126,7 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 @pytest.mark.parametrize("path", FILES, ids=identifier)
 def test_lists_of_public_names_are_sorted_and_true(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
             names = ast.literal_eval(node.value)
             assert names == sorted(names)
@@ -130,7 +136,7 @@ def test_lists_of_public_names_are_sorted_and_true(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=identifier)
 def test_modules_and_what_they_offer_are_documented(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert ast.get_docstring(tree), "the module says nothing of itself"
     missing = [
         node.name
@@ -213,7 +219,7 @@ def test_imports_run_in_no_circles() -> None:
     graph = {}
     for name, path in modules.items():
         imported = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
                 full = {f"{node.module}.{alias.name}" for alias in node.names}
                 imported |= {each if each in modules else str(node.module) for each in full}
@@ -257,7 +263,7 @@ IMPORT_LATE = {
 @pytest.mark.parametrize("path", FILES, ids=identifier)
 def test_only_optional_packages_are_imported_inside_functions(path: Path) -> None:
     late = set()
-    for function in ast.walk(ast.parse(path.read_text())):
+    for function in ast.walk(tree_of(path)):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
                 if isinstance(node, ast.Import):
@@ -287,7 +293,7 @@ def test_all_modules_can_be_imported_by_themselves() -> None:
 @pytest.mark.parametrize("path", FILES, ids=identifier)
 def test_no_file_reads_the_environment_or_swallows_all_errors(path: Path) -> None:
     # A switch that changes output is an argument; see the house style.
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"line {node.lineno}: bare except"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
