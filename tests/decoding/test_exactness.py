@@ -15,7 +15,7 @@ from tests.methods import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, HYBRIDS, PROMPTS, fresh_target, make_target, tiny_tokenizer
 
-NEW = 20
+NEW = 16
 REPEATING = ("falcon-alibi", "bart")  # of these, logits are compared in `test_states.py`
 
 

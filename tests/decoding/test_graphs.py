@@ -570,6 +570,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_forward_depends_on_besides_weights_is_captured_anew(change: str) -> None:
     peft = pytest.importorskip("peft")

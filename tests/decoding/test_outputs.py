@@ -202,7 +202,7 @@ def test_cache_of_a_prefix_may_come_with_only_the_new_tokens(batch: str) -> None
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
@@ -241,7 +241,7 @@ def test_attentions_of_a_chunked_prefill_leave_out_what_windows_have_dropped(fam
         assert ours.shape == plain.shape
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
 def test_prompt_may_be_given_as_embeddings(method: str, batch: str) -> None:
