@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, in_inference_mode
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import Counts
