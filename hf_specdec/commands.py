@@ -21,12 +21,11 @@ from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.registry import check_has_checkpoint, is_weightless, named_method
-from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source
 from hf_specdec.hub.inspection import inspect_drafter
-from hf_specdec.hub.loading import floating_dtype, load_drafter, usable_device
+from hf_specdec.hub.loading import load_drafter, placed_target, usable_device
 from hf_specdec.serving.engine import check_port, find_engine, run
 from hf_specdec.serving.plan import plan_serving
 from hf_specdec.serving.transformers_server import serve_with_transformers
@@ -284,10 +283,5 @@ def _load_tokenizer(arguments: argparse.Namespace) -> Any:
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:
-    device = usable_device(arguments.device)
-    if device.type == "meta":
-        raise ValueError("device='meta' has no weights: use 'cpu', or leave it out.")
-    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "auto")
-    if dtype != "auto":
-        floating_dtype(dtype)  # raises ValueError with the supported ones
-    return whole_target(arguments.target, dtype=dtype).to(device).eval()
+    dtype = arguments.dtype or ("float32" if usable_device(arguments.device).type == "cpu" else "auto")
+    return placed_target(arguments.target, arguments.device, dtype)

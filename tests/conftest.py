@@ -23,27 +23,22 @@ from torch import Tensor
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
-HOST_SOFTMAX = torch.nn.functional.softmax
 
-
-def softmax_in_its_type(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The softmax, in float64 where its input is: eager attention asks for float32.
+@pytest.fixture
+def softmax_in_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention in float64 whose softmax is in float64 too: the host asks for float32.
 
     There the lowest float64 number, of the host's masks, is -inf, and rows with left padding are NaN throughout: two
     runs that give NaN are equal, whatever is wrong with their masks.
     """
-    return HOST_SOFTMAX(input, dim, _stacklevel, None if input.dtype == torch.float64 else dtype)
+    hosts = torch.nn.functional.softmax
 
+    def softmax(
+        input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return hosts(input, dim, _stacklevel, None if input.dtype == torch.float64 else dtype)
 
-torch.nn.functional.softmax = softmax_in_its_type
-
-
-@pytest.fixture
-def nan_from_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager attention in float64 as the host computes it: rows with left padding are NaN."""
-    monkeypatch.setattr(torch.nn.functional, "softmax", HOST_SOFTMAX)
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding import loop
 from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), LAYERS
     ),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), HIDDEN),
-    **dict.fromkeys(("dim_model", "embed_dim", "attention_hidden_size", "lru_width"), HIDDEN),
+    **dict.fromkeys(("dim_model", "embed_dim", "emb_dim", "attention_hidden_size", "lru_width"), HIDDEN),
     **dict.fromkeys(
         (
             "num_attention_heads",
@@ -69,12 +69,15 @@ SIZES: dict[str, Any] = {
         48,
     ),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size"), 24),
+    **dict.fromkeys(("ffn_hidden_size", "dff", "shared_experts_intermediate_size"), 48),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HIDDEN),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
+    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size"), 24),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
     ),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_zero_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_zero_experts", "zero_expert_num"), 1),
     **dict.fromkeys(("head_dim", "global_head_dim", "attention_head_dim", "kv_channels", "dim_head"), HEAD_DIM),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim"), HEAD_DIM),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "o_lora_rank"), 16),
@@ -104,11 +107,23 @@ SIZES: dict[str, Any] = {
 }
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _MAMBA = {"mamba_expand": 2, "mamba_d_conv": 4}
+_DOTS3 = {
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 2 * HEAD_DIM,
+    "swa_qk_nope_head_dim": HEAD_DIM,
+    "swa_qk_rope_head_dim": HEAD_DIM,
+    "swa_v_head_dim": HEAD_DIM,
+}
 # What the names of fields do not tell.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
     "codegen": {"rotary_dim": HEAD_DIM},
     "deepseek_v2": {"topk_method": "greedy"},
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "falcon": {"head_dim": None},
     "gemma4_text": {"head_dim": HEAD_DIM, "global_head_dim": HEAD_DIM},

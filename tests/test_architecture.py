@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -57,6 +58,11 @@ def identifier(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_parts(path: Path) -> list[str]:
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     return parts[:-1] if parts[-1] == "__init__" else parts
@@ -75,7 +81,7 @@ def part_of_module(name: str) -> str:
 def imported_modules(path: Path) -> set[str]:
     """Names of the hf_specdec modules that a file imports, inside functions too."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,29 +91,27 @@ def imported_modules(path: Path) -> set[str]:
     return {name for name in modules if name.split(".")[0] == "hf_specdec"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in MAY_IMPORT], ids=identifier)
-def test_imports_run_one_way(path: Path) -> None:
-    part = part_of(path)
-    for name in imported_modules(path):
-        other = part_of_module(name)
-        if other in PARTS:
-            assert other == part or other in MAY_IMPORT[part], f"{part} must not import {name}"
+def test_imports_run_one_way() -> None:
+    for path in FILES:
+        part = part_of(path)
+        wrong = {name for name in imported_modules(path) if part_of_module(name) in {*PARTS} - {part}}
+        allowed = MAY_IMPORT.get(part, {*PARTS})
+        assert {part_of_module(name) for name in wrong} <= allowed, f"{identifier(path)} must not import {wrong}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) == "drafters"], ids=identifier)
-def test_only_what_methods_share_is_imported_by_another_method(path: Path) -> None:
-    inside = path.relative_to(PACKAGE / "drafters").parts
-    if len(inside) == 1 and path not in METHOD_FILES:  # base, registry and what else they share: these know no method
+def test_only_what_methods_share_is_imported_by_another_method() -> None:
+    shared = [path for path in (PACKAGE / "drafters").glob("*.py") if path not in METHOD_FILES]
+    for path in shared:  # base, registry and what else methods share: these know no method
         methods = {name for name in imported_modules(path) for method in METHOD_HOMES if f".{method}." in f"{name}."}
-        assert not methods
+        assert not methods, identifier(path)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) == "decoding"], ids=identifier)
-def test_the_shared_half_names_no_method_in_its_code(path: Path) -> None:
-    code = ast.unparse(without_docstrings(ast.parse(path.read_text()))).lower()
-    code = code.replace("merged_adapters", "")  # an attribute of PEFT's layers
-    for name in {*METHOD_HOMES, *FAMILIES, *MARGINAL_METHODS}:
-        assert not re.search(rf"\b\w*{name}\w*\b", code), f"{path.name} names {name!r}"
+def test_the_shared_half_names_no_method_in_its_code() -> None:
+    names = "|".join({*METHOD_HOMES, *FAMILIES, *MARGINAL_METHODS})
+    for path in (PACKAGE / "decoding").rglob("*.py"):
+        code = ast.unparse(without_docstrings(ast.parse(path.read_text()))).lower()
+        code = code.replace("merged_adapters", "")  # an attribute of PEFT's layers
+        assert not re.findall(rf"\w*(?:{names})\w*", code), identifier(path)
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
@@ -118,28 +122,27 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-@pytest.mark.parametrize("path", FILES, ids=identifier)
-def test_lists_of_public_names_are_sorted_and_true(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+def test_lists_of_public_names_are_sorted_and_true() -> None:
+    for path, node in ((each, node) for each in FILES for node in tree_of(each).body):
         if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
             names = ast.literal_eval(node.value)
-            assert names == sorted(names)
+            assert names == sorted(names), identifier(path)
             module = importlib.import_module(".".join(["hf_specdec", *module_parts(path)]))
-            assert all(hasattr(module, name) for name in names)
+            assert all(hasattr(module, name) for name in names), identifier(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=identifier)
-def test_modules_and_what_they_offer_are_documented(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the module says nothing of itself"
-    missing = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]
-    assert not missing
+def test_modules_and_what_they_offer_are_documented() -> None:
+    for path in FILES:
+        tree = tree_of(path)
+        assert ast.get_docstring(tree), f"{identifier(path)} says nothing of itself"
+        missing = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ]
+        assert not missing, identifier(path)
 
 
 @pytest.mark.parametrize("name", hf_specdec.__all__)
@@ -166,19 +169,19 @@ EXCEPTIONS = {
 }
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in ROOMS], ids=identifier)
-def test_other_parts_ask_for_no_method_by_name(path: Path) -> None:
+def test_other_parts_ask_for_no_method_by_name() -> None:
     classes = {kind.__name__: registry._BY_CLASS[kind].name for kind in classes_of_methods()}
     homes = {kind.__module__.split(".")[2] for kind in classes_of_methods()}
     names = {*METHOD_HOMES, *homes, *METHOD_NAMES, *MARGINAL_METHODS}
-    found = {name for module in imported_modules(path) for name in names if f".drafters.{name}." in f"{module}."}
-    for node in ast.walk(without_docstrings(ast.parse(path.read_text()))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
-            found.add(node.value)
-        elif isinstance(node, ast.Name | ast.Attribute):
-            word = node.id if isinstance(node, ast.Name) else node.attr
-            found.update(classes[each] for each in (word,) if each in classes)
-    assert found == EXCEPTIONS.get(identifier(path), set())
+    for path in (path for path in FILES if part_of(path) in ROOMS):
+        found = {name for module in imported_modules(path) for name in names if f".drafters.{name}." in f"{module}."}
+        for node in ast.walk(without_docstrings(ast.parse(path.read_text()))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
+                found.add(node.value)
+            elif isinstance(node, ast.Name | ast.Attribute):
+                word = node.id if isinstance(node, ast.Name) else node.attr
+                found.update(classes[each] for each in (word,) if each in classes)
+        assert found == EXCEPTIONS.get(identifier(path), set()), identifier(path)
 
 
 def classes_of_methods() -> list[type]:
@@ -212,7 +215,7 @@ def test_imports_run_in_no_circles() -> None:
     graph = {}
     for name, path in modules.items():
         imported = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
                 full = {f"{node.module}.{alias.name}" for alias in node.names}
                 imported |= {each if each in modules else str(node.module) for each in full}
@@ -252,17 +255,17 @@ IMPORT_LATE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=identifier)
-def test_only_optional_packages_are_imported_inside_functions(path: Path) -> None:
-    late = set()
-    for function in ast.walk(ast.parse(path.read_text())):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Import):
-                    late |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    late.add(str(node.module).split(".")[0])
-    assert bool(late - OPTIONAL) == (identifier(path) in IMPORT_LATE), late
+def test_only_optional_packages_are_imported_inside_functions() -> None:
+    for path in FILES:
+        late = set()
+        for function in ast.walk(tree_of(path)):
+            if isinstance(function, ast.FunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Import):
+                        late |= {alias.name.split(".")[0] for alias in node.names}
+                    elif isinstance(node, ast.ImportFrom):
+                        late.add(str(node.module).split(".")[0])
+        assert bool(late - OPTIONAL) == (identifier(path) in IMPORT_LATE), f"{identifier(path)}: {late}"
 
 
 def test_every_mistake_of_the_list_can_still_be_planted() -> None:
@@ -282,14 +285,13 @@ def test_all_modules_can_be_imported_by_themselves() -> None:
         importlib.import_module(module.name)
 
 
-@pytest.mark.parametrize("path", FILES, ids=identifier)
-def test_no_file_reads_the_environment_or_swallows_all_errors(path: Path) -> None:
+def test_no_file_reads_the_environment_or_swallows_all_errors() -> None:
     # A switch that changes output is an argument; see the house style.
-    for node in ast.walk(ast.parse(path.read_text())):
+    for path, node in ((each, node) for each in FILES for node in ast.walk(tree_of(each))):
         if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"line {node.lineno}: bare except"
+            assert node.type is not None, f"{identifier(path)}, line {node.lineno}: bare except"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in ("environ", "getenv"), f"line {node.lineno}: environment variable"
+            assert node.attr not in ("environ", "getenv"), f"{identifier(path)}, line {node.lineno}: the environment"
 
 
 ROOT = PACKAGE.parent

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.accept import follow
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.ddtree import level_tree
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import verify_lossless
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.lookup import NGramDrafter
@@ -44,6 +44,7 @@ def share_of_bound(report: LosslessReport) -> list[float]:
     return [replay.logit_error / replay.bound for replay in report.replays if replay.logit_error is not None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
     drafter = METHODS[method](target)

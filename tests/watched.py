@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host

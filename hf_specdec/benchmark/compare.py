@@ -29,9 +29,8 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import Chat, Thinking, uses_template
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.checkpoint import check_is_target
-from hf_specdec.hub.loading import floating_dtype, usable_device
+from hf_specdec.hub.loading import placed_target
 
 PART = "report.part.jsonl"  # of a run that is in progress or was stopped
 
@@ -241,14 +240,9 @@ def _prompts(prompts: str | Sequence[str] | None, limit: int, target: str, bundl
 def _load_target(
     name: str, device: str | None, dtype: str | None, attention: str | None, drafters: Sequence[Any] | None
 ) -> PreTrainedModel:
-    place = usable_device(device)
-    dtype = dtype or "auto"
-    if dtype != "auto":
-        floating_dtype(dtype)  # raises with the known names
     implementation = {} if attention is None else {"attn_implementation": attention}
     check_is_target(name, ", ".join(map(str, drafters or ["none"])))
-    model: PreTrainedModel = whole_target(name, dtype=dtype, **implementation).to(place).eval()
-    return model
+    return placed_target(name, device, dtype or "auto", **implementation)
 
 
 def _num_calls(settings: Settings, compared: Sequence[Variant], num_prompts: int) -> int:

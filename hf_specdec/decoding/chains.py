@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always

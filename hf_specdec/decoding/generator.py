@@ -17,13 +17,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-
-__all__ = ["ChoiceRule", "Committed", "DraftContext", "NodeNotes", "TreeCandidateGenerator"]
 
 
 class HostLoop(Protocol):

@@ -21,7 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.decoding import host
 from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
-from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import Always

@@ -29,7 +29,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import DRAFT_SIZES, draft_size
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.stats import SpeculationStats

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import MaxLengthCriteria
 
 from hf_specdec.decoding import host, same_bits
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge

@@ -43,8 +43,8 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.state import Counts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import Committed
+from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel

@@ -13,7 +13,7 @@ import functools
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.growth import captured_tree, heap_tree, level_tree

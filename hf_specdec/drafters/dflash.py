@@ -29,7 +29,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import (
     NeverProposedLogitsProcessor,
     SoftCapLogitsProcessor,

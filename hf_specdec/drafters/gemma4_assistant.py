@@ -31,8 +31,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported

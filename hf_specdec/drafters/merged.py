@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.exchange import GREEDY, NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

@@ -31,6 +31,7 @@ from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless, named_method
+from hf_specdec.drafters.targets import whole_target
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 from hf_specdec.drafters.wrapped import unwrapped
 from hf_specdec.hub.checkpoint import read_config
@@ -385,6 +386,21 @@ def usable_device(device: torch.device | str | int | None) -> torch.device:
         raise ValueError(
             f"device={device!r} is not available ({reason}): use 'cpu' or a device that torch lists, or leave it out."
         ) from error
+
+
+def placed_target(name: str, device: str | None, dtype: str, **settings: Any) -> PreTrainedModel:
+    """A whole target on a device of this machine (`usable_device`), in a dtype of a known name or in "auto", its own.
+
+    Raises:
+        OSError, ValueError: as `usable_device`, `floating_dtype` and `whole_target`.
+    """
+    place = usable_device(device)
+    if place.type == "meta":
+        raise ValueError("device='meta' has no weights: use 'cpu', or leave it out.")
+    if dtype != "auto":
+        floating_dtype(dtype)  # raises with the known names
+    model: PreTrainedModel = whole_target(name, dtype=dtype, **settings).to(place).eval()
+    return model
 
 
 def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:

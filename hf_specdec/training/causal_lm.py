@@ -155,13 +155,5 @@ def _finish(model: PreTrainedModel, target: PreTrainedModel, held_out: Rows) -> 
 
 
 register_recipe(
-    Recipe(
-        "causal_lm",
-        DraftModelOptions,
-        _prepare,
-        read_rows=_read_rows,
-        finish=_finish,
-        recorded=("layers", "draft_vocab_size"),
-        as_drafter=CausalLMDrafter,
-    )
+    Recipe("causal_lm", DraftModelOptions, _prepare, read_rows=_read_rows, finish=_finish, as_drafter=CausalLMDrafter)
 )

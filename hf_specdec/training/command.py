@@ -54,7 +54,7 @@ from hf_specdec.training.features import CachedStates, cache_states, fingerprint
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.options import TrainOptions, parse
-from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
+from hf_specdec.training.recipe import RECIPES, Recipe, ShapeOptions, recipe_of
 from hf_specdec.training.schedule import UNBOUNDED, Schedule, StepsProgress
 from hf_specdec.training.source import Source, load_target
 from hf_specdec.training.start_from import initialize_from
@@ -167,7 +167,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
         "losses": losses,
         "command": f"{program} {shlex.join(argv)}",
-        "settings": {name: getattr(options, name) for name in ("method", *recipe.recorded, *SHARED_SETTINGS)}
+        "settings": {name: getattr(options, name) for name in ("method", *_own(recipe), *SHARED_SETTINGS)}
         | {"steps": schedule.num_steps},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
@@ -273,6 +273,12 @@ def _options(options: TrainOptions) -> str:
     ignored = ("output", "work_dir", "resume", "license", "target_id", "writers")
     kept = {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored}
     return json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _own(recipe: Recipe[Any]) -> list[str]:
+    """Names of the options that only this method has."""
+    shared = {field.name for field in dataclasses.fields(ShapeOptions)}
+    return [field.name for field in dataclasses.fields(recipe.options) if field.name not in shared]
 
 
 def _training_arguments(

@@ -118,13 +118,4 @@ def _prepare(
     )
 
 
-register_recipe(
-    Recipe(
-        "dspark",
-        DSparkOptions,
-        _prepare,
-        read_rows=dflash.read_rows,
-        recorded=(*dflash.RECORDED, "markov_rank", "markov_head_type"),
-        eval_batch_size=32,
-    )
-)
+register_recipe(Recipe("dspark", DSparkOptions, _prepare, read_rows=dflash.read_rows, eval_batch_size=32))

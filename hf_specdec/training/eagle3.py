@@ -23,7 +23,7 @@ from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.options import Count, Positive
-from hf_specdec.training.passes import GradientStore, block_masks
+from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
@@ -81,7 +81,7 @@ class Eagle3Step(TrainingStep):
         starts = torch.arange(1, width + 1, device=input_ids.device)
         counted = starts >= batch["first_anchor"].unsqueeze(1)
         positions = torch.arange(width, device=input_ids.device)
-        stored = GradientStore(drafter.config.num_hidden_layers)
+        stored = growing_cache(drafter.config.num_hidden_layers)
         masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
         recurrent, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
         for depth, mask in enumerate(masks):
@@ -170,6 +170,4 @@ def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTraine
         _copy_head(drafter, target)
 
 
-register_recipe(
-    Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows, recorded=("draft_vocab_size", "passes", "decay"))
-)
+register_recipe(Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows))

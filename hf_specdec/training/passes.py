@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 
 def block_masks(
@@ -48,19 +50,8 @@ def block_masks(
     return masks
 
 
-class GradientStore:
-    """Concatenates keys and values of earlier blocks, with gradients; training uses it as the cache."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [_GradientLayer() for _ in range(num_layers)]
-
-
-class _GradientLayer:
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys.append(keys)
-        self.values.append(values)
-        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+def growing_cache(num_layers: int) -> DynamicCache:
+    """Keys and values of earlier passes, concatenated with their gradients."""
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer() for _ in range(num_layers)]
+    return cache

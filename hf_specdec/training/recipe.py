@@ -32,7 +32,6 @@ class Recipe(Generic[Options]):
         options: the dataclass of the method's options, those of `TrainOptions` included.
         prepare: makes an untrained drafter and its step from the options, the target and the source of the
             rows. It is called before any row is written, and raises ValueError if something does not fit.
-        recorded: names of the options that the drafter's record keeps in addition to the shared ones.
         eval_batch_size: rows per evaluation batch; None for the training batch size.
         adapting: makes the step that trains a drafter while it serves, from the drafter and its target; None if the
             method has no such step.
@@ -46,7 +45,6 @@ class Recipe(Generic[Options]):
     name: str
     options: type[Options]
     prepare: Callable[[Options, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
-    recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
     read_rows: Callable[[Options, Any, PreTrainedModel, Rows], None] | None = None

@@ -234,13 +234,4 @@ def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) 
     print(drafter.eval().calibrate(prompts, target))
 
 
-register_recipe(
-    Recipe(
-        "specbound",
-        SpecBoundOptions,
-        _prepare,
-        read_rows=_read_rows,
-        finish=_finish,
-        recorded=("exit_layers", "head", "lora_rank", "draft_vocab_size", "positions", "loss"),
-    )
-)
+register_recipe(Recipe("specbound", SpecBoundOptions, _prepare, read_rows=_read_rows, finish=_finish))

@@ -30,7 +30,8 @@ from hf_specdec.chi_square import p_value
 from hf_specdec.decoding import host, loop
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.once import undisturbed

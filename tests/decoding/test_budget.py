@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding import policies
 from hf_specdec.decoding.devices import Abilities
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.policies import FIRST_SIZES, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stats import SpeculationStats

@@ -15,7 +15,8 @@ from tests.methods import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, HYBRIDS, PROMPTS, fresh_target, make_target, tiny_tokenizer
 
-NEW = 20
+NEW = 16
+REPEATING = ("falcon-alibi", "bart")  # of these, logits are compared in `test_states.py`
 
 
 def settings_for(setting: str, continuation: Tensor) -> dict[str, Any]:
@@ -37,8 +38,7 @@ SETTINGS = ["greedy", "repetition penalty and no repeated n-gram", "stop string"
 
 
 def family_target(family: str, attention: str, batch: str) -> PreTrainedModel:
-    # In float64 the host's eager attention turns fully masked rows of left padding into NaN, and every token after it
-    # into the same id; see the test of its own below.
+    # In float64 the host's eager attention turns rows of left padding into NaN, see the test of its own below.
     padded_eager = attention == "eager" and batch != "batch of one"
     return make_target(family, attention, torch.float32 if padded_eager else torch.float64)
 
@@ -48,7 +48,12 @@ def plain(family: str, attention: str, batch: str, setting: str) -> tuple[dict[s
     """The settings as arguments, and what the target alone gives."""
     target, prompts = family_target(family, attention, batch), PROMPTS[batch]()
     greedy = {"max_new_tokens": NEW, "do_sample": False}
-    continuation = target.generate(**prompts, **greedy)[:, prompts["input_ids"].shape[1] :]
+    alone = target.generate(**prompts, **greedy)
+    continuation = alone[:, prompts["input_ids"].shape[1] :]
+    # A target that repeats one token would agree with any wrong mask.
+    assert family in REPEATING or all(len(set(row)) >= 4 for row in continuation.tolist())
+    if setting == "greedy":
+        return greedy, alone
     arguments = {**greedy, **settings_for(setting, continuation)}
     return arguments, target.generate(**prompts, **arguments)
 
@@ -69,18 +74,17 @@ def test_attention_that_a_family_writes_itself_takes_batches() -> None:
             assert drafter.stats.num_accepted_draft_tokens > 0
 
 
-CASES = [
-    pytest.param(family, attention, batch, setting, id=f"{family}-{attention}-{batch}-{setting}")
-    for family, (_, _, implementations) in (FAMILIES | HYBRIDS).items()
-    for attention in implementations
-    for batch in PROMPTS
-    for setting in SETTINGS
+TARGETS = [
+    (family, each) for family, (_, _, implementations) in (FAMILIES | HYBRIDS).items() for each in implementations
 ]
 
 
-@pytest.mark.each_pair
-@pytest.mark.parametrize(("family", "attention", "batch", "setting"), CASES)
-def test_drafts_that_are_partly_right_change_no_token(family: str, attention: str, batch: str, setting: str) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("kind", TARGETS, ids="-".join)
+def test_drafts_that_are_partly_right_change_no_token(kind: tuple[str, str], batch: str, setting: str) -> None:
+    family, attention = kind
     target, prompts = family_target(family, attention, batch), PROMPTS[batch]()
     arguments, alone = plain(family, attention, batch, setting)
     drafters = {
@@ -95,8 +99,8 @@ def test_drafts_that_are_partly_right_change_no_token(family: str, attention: st
 
 @pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gemma3"])
+@pytest.mark.parametrize("setting", SETTINGS[:2])
+@pytest.mark.parametrize("family", ["qwen3-mixed", "gemma3"])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_generate_equals_target_alone(method: str, family: str, batch: str, setting: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
@@ -108,26 +112,14 @@ def test_greedy_generate_equals_target_alone(method: str, family: str, batch: st
     assert drafter.stats.num_draft_tokens > 0 or method in ("ngram", "suffix")
 
 
-@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_that_eager_attention_turns_into_nan_changes_no_token(family: str) -> None:
-    # Where all layers slide, the host recovers once padding has left its cache.
+@pytest.mark.usefixtures("softmax_in_its_type")
+def test_left_padding_changes_no_token_in_float64_with_eager_attention(family: str) -> None:
     target, prompts = make_target(family, "eager", torch.float64), PROMPTS["ragged batch of three"]()
     arguments = {"max_new_tokens": NEW, "do_sample": False}
     alone = target.generate(**prompts, **arguments)
     assisted = target.generate(**prompts, **arguments, assistant_model=right_for([2, 0, 3], alone))
     assert assisted.tolist() == alone.tolist()
-
-
-# Of the other two, logits are compared in `test_states.py`.
-@pytest.mark.parametrize("family", sorted((FAMILIES | HYBRIDS).keys() - {"falcon-alibi", "bart"}))
-def test_targets_of_this_suite_generate_different_tokens(family: str) -> None:
-    # A target that repeats one token would agree with any wrong mask.
-    for attention in (FAMILIES | HYBRIDS)[family][2]:
-        for batch in PROMPTS:
-            _, alone = plain(family, attention, batch, "greedy")
-            for row in alone[:, -NEW:].tolist():
-                assert len(set(row)) >= 4, f"{attention}, {batch}"
 
 
 def test_text_up_to_the_last_learned_position_can_be_generated() -> None:

@@ -85,6 +85,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_may_leave_before_the_first_draft(method: str, batches: list[int]) -> None:
     target = make_target("llama", "sdpa")
@@ -127,6 +128,7 @@ def test_rows_stay_in_the_batch_if_an_observer_needs_all_rows(extra: dict[str, A
     assert set(batches) == {5}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> None:
     # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.

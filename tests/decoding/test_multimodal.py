@@ -178,6 +178,7 @@ def test_the_pair_is_checked_for_image_text_classes_too(family: str) -> None:
             target.generate(**prompt(text, [None]), **GREEDY, assistant_model=drafter)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_5"])
 def test_verify_lossless_takes_prompts_with_pictures(family: str) -> None:
     target = tiny_model(family)

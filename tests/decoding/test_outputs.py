@@ -138,6 +138,7 @@ def extended(prompts: dict[str, Tensor], sequences: Tensor, new: int = 5) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in CACHE_FAMILIES if name != "jamba"])  # its own turns start anew
 def test_plain_and_speculative_turns_continue_each_others_cache(family: str, batch: str) -> None:
@@ -213,6 +214,7 @@ def test_chunked_prefill_changes_no_token(method: str, batch: str, chunk: int) -
     assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_features_of_a_chunked_prefill_draft_the_same(method: str) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["ragged batch of three"]()

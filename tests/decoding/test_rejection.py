@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
 from hf_specdec.decoding.accept import Acceptor, coupled_choices
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_sampling import (

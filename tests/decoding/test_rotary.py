@@ -109,6 +109,7 @@ def test_rows_that_pass_the_limit_in_different_rounds_are_refused(kind: str) -> 
         target.generate(**prompts, max_new_tokens=13, do_sample=False, assistant_model=drafter)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_drafts_beyond_the_limit(method: str) -> None:
     target, prompts = limited("longrope"), one_prompt()

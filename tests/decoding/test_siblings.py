@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.accept import DrawnCandidates, coupled_choices
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree

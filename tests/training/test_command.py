@@ -419,6 +419,7 @@ ALONE_OF_NO_USE = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "gemma4", "llama4", "mamba2", "nemotron-h", "bloom"])
 @pytest.mark.parametrize("method", ["causal_lm", "dflash", "eagle3", "specblock"])
 def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, family: str, place: Path) -> None:

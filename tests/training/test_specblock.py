@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, Starts

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities, in_inference_mode
-from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import DraftContext, NodeNotes
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

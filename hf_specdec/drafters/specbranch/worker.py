@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hf_specdec.decoding.accept import DrawnCandidates
 from hf_specdec.decoding.devices import abilities, wait_for
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from transformers import LlamaConfig, Qwen3Config
 
 from hf_specdec.hub.formats.keys import Section
 
@@ -136,6 +139,7 @@ def as_it_is(fields: Config, stored: Headers | None) -> Reading:
     return Reading(fields, {name: name for name in stored or () if not re.search(ROTARY, name)})
 
 
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 # The fields of a config that define a decoder.
 _SHAPE = (
     "vocab_size",
@@ -151,40 +155,20 @@ _SHAPE = (
     "initializer_range",
     "attention_bias",
     "mlp_bias",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
+    *_WINDOWS,
 )
+
+
+def _of_the_class(config_class: Any) -> Config:
+    """The defaults of a config class, without those of windows: a config that has none says so by leaving them out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    return {name: defaults[name] for name in _SHAPE if defaults.get(name) is not None and name not in _WINDOWS}
+
+
 # Defaults of transformers' config classes, for fields that a config does not have.
 _DEFAULTS: dict[str, Config] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.02,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
-        "attention_bias": False,
-    },
+    "llama": _of_the_class(LlamaConfig),
+    "qwen3": _of_the_class(Qwen3Config),
     "muse_glimmer_assistant": {
         "hidden_size": 6656,
         "intermediate_size": 19968,

@@ -173,20 +173,6 @@ register_recipe(
         SpecBlockOptions,
         _prepare,
         read_rows=_read_rows,
-        recorded=(
-            "draft_vocab_size",
-            "blocks",
-            "valid_prefix",
-            "prefix_broadcast",
-            "layer_wise_shift",
-            "rank_start",
-            "rank_start_step",
-            "rank_loss",
-            "rank_budget",
-            "slot_weights",
-            "warm_start",
-            "window",
-        ),
         # Only the blocks that are drafted are trained. Most of an update's few positions are in the best bucket:
         # without equal weights the rank head would learn to predict only that one, and the tree would lose branches.
         adapting=lambda drafter, target: SpecBlockStep(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_specdec.drafters.specblock.modeling import RANK_BOUNDS, BlockOutput, SpecBlockDrafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader, TargetStates
-from hf_specdec.training.passes import GradientStore, block_masks
+from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.specblock.losses import BlockLosses, RankLoss, SlotWeights, block_losses
 from hf_specdec.training.step import AdaptiveStep, StepOutput
 
@@ -229,7 +229,7 @@ class SpecBlockStep(AdaptiveStep):
             drawn = self._draw(1, slots + 1, self.num_blocks - 1) if training else []
             cuts = drawn or [slots] * (self.num_blocks - 1)
         masks = block_masks(positions, slots, cuts, cross_position=self.cross_position, device=device)
-        stored = GradientStore(config.num_hidden_layers)
+        stored = growing_cache(config.num_hidden_layers)
         places = torch.arange(1, positions + 1, device=device)
         conditions, offset = features.to(next(model.parameters()).dtype), 0
         losses = []

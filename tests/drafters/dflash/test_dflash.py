@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals, default_target_layer_ids
 from tests.methods import make_ddtree, make_dflash

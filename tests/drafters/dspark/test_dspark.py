@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.growth import Slots, conditional_tree

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext
+from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Generator

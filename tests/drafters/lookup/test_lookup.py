@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.lookup import (

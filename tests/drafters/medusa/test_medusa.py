@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.growth import static_tree

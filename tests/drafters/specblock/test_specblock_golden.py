@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, cut

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound.drafting import PendingGenerator
