@@ -231,7 +231,7 @@ def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
 
 def make_suffix(target: PreTrainedModel) -> Drafter:
     """A look-up in the same text and in what earlier calls of the drafter wrote."""
-    return SuffixDrafter()
+    return SuffixDrafter(tree_budget=16)
 
 
 def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:

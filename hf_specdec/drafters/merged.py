@@ -282,10 +282,14 @@ class MergedGenerator(TreeCandidateGenerator):
         return DraftTree.from_lists(token_ids, parents, path_logprobs=logprobs, device=device)
 
     def observe(self, committed: Committed) -> None:
-        if committed.tree is not None and self.unions:
-            self._learn(committed)
+        if committed.tree is not None:
+            if self.unions:
+                self._learn(committed)
+            else:  # a round without a draft
+                self.unions = [Union([root]) for root in committed.tree.token_ids[:, 0].tolist()]
         for index, source in enumerate(self.sources):
             source.observe(self._for_source(index, committed))
+        self.unions, self.trees = [], [None for _ in self.sources]
 
     def _for_source(self, index: int, committed: Committed) -> Committed:
         """The committed tokens with the source's own features, tree and path."""
@@ -338,8 +342,6 @@ class MergedGenerator(TreeCandidateGenerator):
                 gain.note(before, after - before, *knowledge.pace)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self.unions = [self.unions[row] for row in rows] if self.unions else []
-        self.trees = [None if tree is None else tree.of_rows(rows) for tree in self.trees]
         for source in self.sources:
             source.keep_rows(rows)
 
@@ -353,7 +355,8 @@ class MergedGenerator(TreeCandidateGenerator):
             source.close()
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        assert tree.path_logprobs is not None
+        if tree.path_logprobs is None:  # of a round without a draft
+            return None
         above: Tensor = tree.path_logprobs.gather(1, tree.parents.clamp(min=0))
         rows = []
         for union in self.unions:

@@ -15,6 +15,7 @@ from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.policies import FIRST_SIZES, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from tests.methods import METHODS
@@ -106,6 +107,19 @@ def test_drafts_after_skipped_rounds_equal_those_of_a_call_that_always_drafts(
     both = always.keys() & now_and_then.keys()
     assert len(both) >= 3
     assert {where: always[where] for where in both} == {where: now_and_then[where] for where in both}
+    assert drafter.stats.num_undrafted_steps > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_without_a_draft_change_no_token(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = METHODS[method](target)
+    monkeypatch.setattr(
+        type(drafter), "drafting_policy", lambda self, model, batch, stats: Every(BudgetKnowledge(), stats)
+    )
+    drafter.trace = Trace()
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_undrafted_steps > 0
 
 

@@ -15,7 +15,6 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashOptions
 from hf_specdec.drafters.lookup import NGramDrafter, NGramOptions
-from hf_specdec.drafters.options import DrafterOptions
 from tests.methods import METHODS, make_causal_lm, make_ddtree, make_dflash, make_specbound, make_specbranch
 from tests.targets import make_target
 
@@ -173,5 +172,5 @@ def test_options_that_could_not_be_loaded_are_not_saved(target: PreTrainedModel,
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_is_documented(method: str, target: PreTrainedModel) -> None:
     kind = type(METHODS[method](target).options)
-    text = f"{kind.__doc__}{DrafterOptions.__doc__}"
+    text = "".join(str(each.__doc__) for each in kind.mro())
     assert [field.name for field in fields(kind) if f"        {field.name}: " not in text] == []

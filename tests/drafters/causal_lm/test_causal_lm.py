@@ -273,7 +273,7 @@ def test_another_vocabulary_raises_with_both_sizes() -> None:
 
 def test_a_larger_draft_model_warns_once_and_drafts() -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=2)
-    drafter = CausalLMDrafter(make_target("llama", "sdpa"))
+    drafter = CausalLMDrafter(make_target("llama", "sdpa"), tree_budget=8)
     with pytest.warns(
         UserWarning, match=r"has [\d,]+ parameters, more than the [\d,]+ of target .*Check that the two are not swapped"
     ):

@@ -289,7 +289,7 @@ def test_output_is_the_targets_and_drafts_are_made(family: str, targets: Any) ->
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "exaone_moe", "mimo_v2_flash", "mimo"])
 def test_a_layer_that_knows_the_target_is_accepted(family: str, tmp_path: Path) -> None:
     target = make_target(family, tmp_path, counting=True).target
-    drafter = load_drafter("mtp", target, depth=3, top_k=2)
+    drafter = load_drafter("mtp", target, depth=3, top_k=2, tree_budget=16)
     target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
     assert drafter.stats is not None
     assert drafter.stats.mean_acceptance_length > 3
