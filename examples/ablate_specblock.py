@@ -23,6 +23,7 @@ from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_len
 from transformers import TrainingArguments, set_seed
 
 from hf_specdec import load_drafter
+from hf_specdec.drafters.base import always_drafting
 from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.data import training_folders
 from hf_specdec.training.features import cache_states
@@ -43,9 +44,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def measure(model: Any, drafter: Any, prompts: list[Any], new_tokens: int) -> float:
     """The mean acceptance length over all prompts."""
     calls = []
-    for inputs in prompts:
-        model.generate(**inputs, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
-        calls.append(drafter.stats)
+    with always_drafting():
+        for inputs in prompts:
+            model.generate(**inputs, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
+            calls.append(drafter.stats)
     return mean_acceptance_length(calls)
 
 

@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
+from hf_specdec.drafters.base import always_drafting
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
@@ -86,7 +87,8 @@ class Pass:
 
     def serve(self, prompt: torch.Tensor, assistant: Any) -> tuple[list[int], int, int]:
         """Tokens written, rounds, and drafted tokens accepted."""
-        output = self.model.generate(prompt.to(self.model.device), assistant_model=assistant, **self.settings)
+        with always_drafting():
+            output = self.model.generate(prompt.to(self.model.device), assistant_model=assistant, **self.settings)
         stats = assistant.stats
         return output[0, prompt.shape[1] :].tolist(), stats.num_spec_steps, stats.num_accepted_draft_tokens
 

@@ -25,6 +25,7 @@ from hf_specdec.drafters.specblock.quality import rank_head_quality
 from hf_specdec.training.specblock import new_drafter
 
 BLOCKS = (1, 2, 3, 4)
+TREE_BUDGET = 6
 # (blocks, tokens per block): one depth with several shapes, then several depths with two blocks.
 SHAPES = ((1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (2, 8))
 
@@ -60,7 +61,7 @@ def main() -> None:
     console = wide_console(100)
     model, tokenizer = load_target(arguments.target, torch.float32)
     prompts = load_inputs(tokenizer, TINY.prompts)
-    drafter = load_drafter(arguments.drafter, model)
+    drafter = load_drafter(arguments.drafter, model, tree_budget=TREE_BUDGET)
     options = asdict(drafter.options)
 
     def measure(measured: Any, blocks: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ def main() -> None:
 
     console = wide_console()
     model, tokenizer = load_target(arguments.model)
-    drafter: Any = load_drafter(arguments.drafter, target=model)
+    drafter: Any = load_drafter(arguments.drafter, target=model, pauses=False)
     saved = drafter.options
     unbounded_depth = {"d_max": drafter.config.num_target_layers}
     greedy: dict[str, Any] = {"do_sample": False}

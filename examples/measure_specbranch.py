@@ -35,6 +35,7 @@ from rich.progress import track
 from hf_specdec import load_drafter
 from hf_specdec.decoding.devices import wait_for
 
+STEADY = {"pauses": False, "parallel": True}
 SERIAL = "in turn (SpS)"
 WAYS: dict[str, dict[str, Any]] = {
     SERIAL: {"parallel": False, "lengths": "fixed"},
@@ -112,7 +113,7 @@ def main() -> None:
         console.print(f"measured speed ratio c = T_p / T_q: {ratio:.2f}")
     length = max(1, int(ratio))
     drafters = {
-        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), depth=length, **options)
+        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), depth=length, **{**STEADY, **options})
         for name, options in WAYS.items()
     }
     plain, tallies = Tally(), {name: Tally() for name in WAYS}

@@ -46,8 +46,8 @@ TOKENS_PER_ROUND = 5
 # Of each drafter the options with which it drafts one chain of that many tokens.
 CHAINS: dict[str, dict[str, Any]] = {
     "eagle3": {"depth": TOKENS_PER_ROUND, "top_k": 1, "tree_budget": TOKENS_PER_ROUND},
-    "dflash": {"method": "dflash"},
-    "draft-lm": {"method": "causal_lm_chain", "depth": TOKENS_PER_ROUND},
+    "dflash": {"method": "dflash", "tree_budget": TOKENS_PER_ROUND},
+    "draft-lm": {"method": "causal_lm_chain", "depth": TOKENS_PER_ROUND, "tree_budget": TOKENS_PER_ROUND},
 }
 MOST_DIFFERENCE, MOST_RATE_DIFFERENCE, ROUNDING = 0.05, 0.03, 1e-3
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "enable_prefix_caching": False, "seed": 0}

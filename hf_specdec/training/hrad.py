@@ -204,7 +204,9 @@ def collect(
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
     recorder.examples = []
     recorder.attach(draft_model)
-    recorder.set_options(parallel=False, lengths="fixed", depth=draft_length, speed_ratio=float(draft_length))
+    recorder.set_options(
+        pauses=False, parallel=False, lengths="fixed", depth=draft_length, speed_ratio=float(draft_length)
+    )
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     max_seconds = None if max_minutes is None else 60 * max_minutes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.base import Drafter, always_drafting, check_is_drafter
 from hf_specdec.drafters.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
 from hf_specdec.verification.differences import Difference, first_difference
@@ -258,7 +258,7 @@ def verify_lossless(
         dtype=model.dtype,
     )
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), always_drafting():
         precision, reason, report.own_difference = precision_of(model, _text_of(model, inputs[0]))
         if precision is None:
             report.left_out.append(f"logits of tree forwards: {reason}")
