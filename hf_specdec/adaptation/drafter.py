@@ -24,12 +24,16 @@ from hf_specdec.adaptation.learner import Learner, Update
 from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.policies import Always, Limited
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.options import DrafterOptions, TreeOptions
+from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
+
+AUTO_NODES = 16  # of each tree with `tree_budget="auto"`
 
 
 @dataclass
@@ -153,11 +157,10 @@ class AdaptiveDrafter(Drafter):
 
     def validate_options(self, options: DrafterOptions) -> None:
         self.drafter.validate_options(options)
-        if isinstance(options, TreeOptions) and options.tree_budget == "auto":
-            raise ValueError(
-                "tree_budget='auto' skips drafting in some rounds, but an AdaptiveDrafter needs the drafts of every "
-                "round: set a number, as in set_options(tree_budget=16)."
-            )
+
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+        """Drafts in every round, since it learns from the drafts; `tree_budget="auto"` is `AUTO_NODES` here."""
+        return Limited(Always(), AUTO_NODES, None) if self.options.pauses else Always()
 
     def check_target(self, model: PreTrainedModel) -> None:
         if model is not self.learner.step.reader.model:

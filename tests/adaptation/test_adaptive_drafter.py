@@ -23,7 +23,7 @@ from hf_specdec.adaptation.recording import Query
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader
 from tests.methods import make_dflash, make_specblock
-from tests.targets import PROMPTS, fresh_target
+from tests.targets import PROMPTS, fresh_target, one_prompt
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -544,8 +544,9 @@ def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: Pret
     assert adaptive.method == "specblock"
     with pytest.raises(ValueError, match="tree_budget=0 must be an integer"):
         adaptive.set_options(tree_budget=0)
-    with pytest.raises(ValueError, match="tree_budget='auto' skips drafting in some rounds"):
-        adaptive.set_options(tree_budget="auto")
+    adaptive.set_options(tree_budget="auto")
+    target.generate(**one_prompt(), max_new_tokens=16, do_sample=False, assistant_model=adaptive)
+    assert adaptive.stats.num_undrafted_steps == 0, "it learns from the drafts of every round"
     adaptive.options.num_blocks = 1
     assert adaptive.options is drafter.options
     with pytest.raises(AttributeError, match=r"AdaptiveDrafter\.num_blocks is no attribute but a drafting option"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -37,21 +38,37 @@ def wide_target(dtype: torch.dtype, family: str = "llama", seed: int = 3) -> Any
     return target
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, family: str, prompt: str) -> None:
-    for seed in range(3):
-        target, prompts = wide_target(dtype, family, seed), PROMPTS[prompt]()
-        plain = target.generate(**prompts, **SETTINGS)
-        drafter = random_trees(plain.sequences, nodes=16, seed=seed)
-        drafter.set_options(same_bits=True)
-        assisted = target.generate(**prompts, **SETTINGS, assistant_model=drafter)
-        assert drafter.stats is not None
-        assert drafter.stats.same_bits
-        assert drafter.stats.num_accepted_draft_tokens > 0
-        assert assisted.sequences.tolist() == plain.sequences.tolist()
-        assert all(map(torch.equal, assisted.logits, plain.logits))
+def random_pair(seed: int) -> tuple[Any, dict[str, Any], int]:
+    """A random target, a prompt or a batch of them, and the number of nodes of its trees."""
+    dtype = torch.float16 if seed % 4 == 3 else torch.bfloat16
+    heads, kv_heads = [(2, 1), (4, 2), (4, 4), (3, 1)][seed % 4 if seed % 5 else 3]
+    shape = {
+        "hidden_size": 64 * heads, "intermediate_size": 64 * (1 + seed % 4), "num_hidden_layers": 1 + seed % 3,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64,
+    }  # fmt: skip
+    target = fresh_target(["llama", "qwen3", "qwen2"][seed % 3], "sdpa", dtype, seed, **shape)
+    return target, list(PROMPTS.values())[seed % 2](), 4 + seed % 20
+
+
+def has_plain_bits(seed: int) -> bool | None:
+    """Whether the logits of a random pair are bitwise those of plain decoding; None where that is not claimed."""
+    target, prompts, nodes = random_pair(seed)
+    plain = target.generate(**prompts, **SETTINGS)
+    drafter = random_trees(plain.sequences, nodes=nodes, seed=seed)
+    drafter.set_options(same_bits=True)
+    assisted = target.generate(**prompts, **SETTINGS, assistant_model=drafter)
+    assert drafter.stats is not None
+    assert drafter.stats.num_draft_tokens > 0
+    same = assisted.sequences.tolist() == plain.sequences.tolist() and all(
+        map(torch.equal, assisted.logits, plain.logits)
+    )
+    return same if drafter.stats.same_bits else None
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_logits_of_trees_have_the_bits_of_plain_decoding(seed: int) -> None:
+    wide_target(torch.bfloat16)  # skips where the processor does not allow it
+    assert has_plain_bits(seed) is not False
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -108,3 +125,9 @@ def test_report_says_which_of_the_two_it_was() -> None:
     report = verify_lossless(target, drafter, max_new_tokens=8, verbose=False)
     assert report.same_bits
     assert "identical (the same bits)" in str(report)
+
+
+if __name__ == "__main__":  # for more pairs than the suite has time for: python -m tests.decoding.test_same_bits 2000
+    found = [has_plain_bits(seed) for seed in range(int(sys.argv[1]))]
+    print(f"{len(found)} pairs: {found.count(True)} have the same bits, {found.count(False)} do not, "
+          f"of {found.count(None)} it is not claimed")  # fmt: skip
