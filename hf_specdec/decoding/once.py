@@ -7,26 +7,38 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 T = TypeVar("T")
 
 
-def once_per_model(find: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Caches the result of `find` per model; the result must not refer to the model itself."""
-    found: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
+def once_per_model(find: Callable[[Any], T], state: Callable[[Any], Hashable] = type) -> Callable[[Any], T]:
+    """Caches the result of `find` per model; the result must not refer to the model itself.
+
+    Args:
+        find: computes it.
+        state: of a model, for results that are others in other states of it.
+    """
+    found: weakref.WeakKeyDictionary[Any, dict[Hashable, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(find)
     def cached(model: Any) -> T:
-        if model not in found:
-            found[model] = find(model)
-        return found[model]
+        of_model, now = found.setdefault(model, {}), state(model)
+        if now not in of_model:
+            of_model[now] = find(model)
+        return of_model[now]
 
     return cached
+
+
+def products_of(model: nn.Module) -> Hashable:
+    """What the bits of a model's products depend on, besides its weights: number type and threads."""
+    return next(model.parameters()).dtype, torch.get_num_threads()
 
 
 @contextmanager

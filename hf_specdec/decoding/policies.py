@@ -250,21 +250,22 @@ class BudgetKnowledge:
             seconds: that it took.
         """
         self.times.note(nodes, seconds)
+        skipped, tried = self.times.skipped, bool(self.sizes_to_try)
         if not nodes:
             self.pauses.note_skipped()
-        if not self.sizes_to_try:
-            if nodes and tokens is not None:
-                assert self.times.skipped is not None, "it was measured in one of the first rounds"
-                self.pauses.note_drafted(tokens, seconds, self.times.skipped)
+        del self.sizes_to_try[:1]
+        if skipped is None:
+            # Calls in several threads may have left it out.
+            self.sizes_to_try = self.sizes_to_try or [0]
+        elif not tried and nodes and tokens is not None:
+            self.pauses.note_drafted(tokens, seconds, skipped)
+        if not tried:
             return
-        self.sizes_to_try.pop(0)
-        if nodes and tokens is not None and len(self.sizes_to_try):
+        if nodes and tokens is not None and self.sizes_to_try:
             self._first.append((tokens, seconds))
-        if len(self.sizes_to_try) == 1:
-            assert self.times.skipped is not None
-            if self._first:
-                self.pauses.note_first(self._first, self.times.skipped)
-            if self.times.of(self.sizes_to_try[0]) > DEAR * self.times.skipped:
+        if len(self.sizes_to_try) == 1 and self._first and skipped is not None:
+            self.pauses.note_first(self._first, skipped)
+            if self.times.of(self.sizes_to_try[0]) > DEAR * skipped:
                 self.sizes_to_try = []
 
     def note_curve(self, probabilities: list[float]) -> None:

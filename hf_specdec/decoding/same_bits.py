@@ -13,6 +13,7 @@ over the whole text, and widths that vector instructions divide. A reason says w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +24,7 @@ from hf_specdec.decoding import attention
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.masks import ranges_of
 from hf_specdec.decoding.modules import is_quantised
-from hf_specdec.decoding.once import once_per_model
+from hf_specdec.decoding.once import once_per_model, products_of
 
 ROW_COUNTS = (2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64)  # that are tried
 WIDTH = 64  # that widths of layers must be multiples of: two vectors of 32 numbers with AVX-512
@@ -31,7 +32,7 @@ GRAIN = 32_768  # elements of which torch gives one thread at least as many; sev
 
 
 def most_rows(model: PreTrainedModel) -> int:
-    """Most rows of a forward that give the bits of forwards of one row; 0 if there are none but one.
+    """Most rows of a forward that give the bits of forwards of one row.
 
     To be called after `why_not` has found no reason.
     """
@@ -79,7 +80,7 @@ def _inner_linears(model: PreTrainedModel) -> list[nn.Linear]:
     return [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
 
 
-@once_per_model
+@functools.partial(once_per_model, state=products_of)
 def _alike_rows(model: PreTrainedModel) -> int:
     """The largest number of rows with which products with all of the model's weights give a row the bits of one."""
     shapes = {

@@ -108,6 +108,7 @@ class TargetModel:
         output_hidden_states: whether forwards return hidden states of all layers.
 
     Attributes:
+        most_rows: of a forward of nodes with `same_bits`.
         num_forwards: over nodes, since the prefill.
         num_layers_run: forwards of single decoder layers since the prefill, for any number of rows and nodes.
         output_options: the requested outputs besides logits.
@@ -143,7 +144,7 @@ class TargetModel:
         # A family's own attention code may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = host.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
-        self.same_bits = same_bits
+        self.same_bits, self.most_rows = same_bits, most_rows(model) if same_bits else 0
         self.runs_in_inference_mode = runs_in_inference_mode(model)
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
@@ -425,7 +426,7 @@ class TargetModel:
     def within_reach(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
         """The same tree without nodes that would change rotary frequencies (`rotary.py`) or bits (`same_bits.py`)."""
         if self.same_bits:
-            tree = tree.first_nodes(most_rows(self.model) // len(tree.token_ids) - 1)
+            tree = tree.first_nodes(self.most_rows // len(tree.token_ids) - 1)
         if not self.rotary_limits:
             return tree
         return tree.up_to_depth(self._reach(root_positions) - root_positions)

@@ -7,6 +7,7 @@ the host's decoding on forced tokens, with the arguments that the host passes, n
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.once import once_per_model, products_of, undisturbed
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -71,12 +72,12 @@ def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False
     return trouble
 
 
-@once_per_model
+@functools.partial(once_per_model, state=products_of)
 def _why_no_same_bits(model: PreTrainedModel) -> str | None:
     return _compare_bits(model, 0)
 
 
-@once_per_model
+@functools.partial(once_per_model, state=products_of)
 def _why_no_padded_bits(model: PreTrainedModel) -> str | None:
     return _compare_bits(model, PADDING)
 
