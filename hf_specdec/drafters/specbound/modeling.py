@@ -238,6 +238,7 @@ class SpecBoundDrafter(PretrainedDrafter):
     config: SpecBoundConfig
     options_class = SpecBoundOptions
     mergeable = False
+    states_at_nodes = False
     options: SpecBoundOptions
     d2t: Tensor
     base_model_prefix = ""
