@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +22,14 @@ from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
-from hf_specdec.drafters.causal_lm.draft_model import DraftModel, target_ids_of
+from hf_specdec.drafters.causal_lm.draft_model import DraftModel, target_ids_of, with_head_rows
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 from hf_specdec.drafters.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import name_of, unknown_name
-from hf_specdec.drafters.vocabulary import may_be_padding
+from hf_specdec.drafters.vocabulary import draftable_rows, may_be_padding
 from hf_specdec.drafters.wrapped import merged_adapters, unwrapped
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
@@ -104,6 +105,8 @@ class CausalLMDrafter(PublishedDrafter):
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model: PreTrainedModel = unwrapped(model)
         self.tokenizer_folder: Path | None = None
+        self.draft_rows: Tensor | None = None  # of its head, if it drafts only some of its tokens; not saved
+        self._head_rows: tuple[Any, PreTrainedModel] | None = None
         self._compared: weakref.ref[PreTrainedModel] | None = None
         self.options = self.loaded_options()
         self.set_options(**drafting_options)
@@ -153,6 +156,27 @@ class CausalLMDrafter(PublishedDrafter):
     def target_ids(self) -> Tensor | None:
         """[rows] int64, the target's id of each row of its embedding, ascending; None if the ids are equal."""
         return target_ids_of(self.model)
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        own = self._row_ids()
+        rows = draftable_rows(own, draft_vocab, int(own[-1]) + 1, self.name_or_path)
+        with_head_rows(self.model, rows)  # raises where that is not possible
+        self.draft_rows = rows
+
+    def _row_ids(self) -> Tensor:
+        """[rows] int64, the target's id of each row of its head."""
+        ids = self.target_ids
+        return torch.arange(self.model.get_input_embeddings().num_embeddings) if ids is None else ids
+
+    def _with_draft_rows(self) -> tuple[PreTrainedModel, Tensor | None]:
+        """The model that drafts, and the target's ids of the rows of its head; None if it drafts all of its tokens."""
+        if self.draft_rows is None:
+            return self.model, None
+        weight = self.model.get_output_embeddings().weight
+        key = (id(self.model), id(self.draft_rows), weight.device, weight.data_ptr(), weight._version)
+        if self._head_rows is None or self._head_rows[0] != key:
+            self._head_rows = key, with_head_rows(self.model, self.draft_rows)
+        return self._head_rows[1], self._row_ids()[self.draft_rows]
 
     def set_vocabulary(self, target_ids: Tensor | None) -> None:
         """Stores in the config, as `draft_token_ids`, which of the target's tokens the rows of its embedding are.
@@ -204,7 +228,8 @@ class CausalLMDrafter(PublishedDrafter):
         options = self.options
         # On a CPU these models are too small to gain from compilation.
         compile_mode: graphs.CompileMode = options.compile_mode if graphs.can_capture(self.device) else "none"
-        drafter = DraftModel(self.model, compile_mode=compile_mode)
+        model, head_ids = self._with_draft_rows()
+        drafter = DraftModel(model, compile_mode=compile_mode, head_ids=head_ids)
         stopping = StoppingRule(options.min_confidence, options.min_acceptance, options.entropy_weight)
         if self.method == "causal_lm_chain":
             return ChainGenerator(drafter, target, options.max_depth, stopping, options.sample_drafts)
@@ -225,9 +250,14 @@ class CausalLMDrafter(PublishedDrafter):
 
     def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
         target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
+        size = model.get_input_embeddings().num_embeddings
+        if self.draft_rows is not None and (most := int(self._row_ids()[self.draft_rows[-1]])) >= size:
+            raise ValueError(
+                f"draft_vocab of draft model {self.name_or_path!r} has ids up to {most}, but target {target_name!r} "
+                f"has {size} embeddings: give ids of the target's tokenizer."
+            )
         if target_ids is None:
             return
-        size = model.get_input_embeddings().num_embeddings
         ascending = bool((target_ids.diff() > 0).all())
         if len(target_ids) != rows or not ascending or int(target_ids[0]) < 0 or int(target_ids[-1]) >= size:
             raise ValueError(
