@@ -21,6 +21,7 @@ from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import NODE_BUCKETS
 from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
@@ -70,6 +71,26 @@ class DraftModelGenerator(TreeCandidateGenerator):
     def close(self) -> None:
         if self.prefilled:
             self.drafter.cache.release()
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a text that is not committed can be dropped again; recurrent states cannot be cut."""
+        return not keeps_states(self.drafter.model)
+
+    def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
+        """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept.
+
+        The tokens that it has in addition are run with the root, in one forward.
+        """
+        if self.prefilled:
+            self.drafter.cache.rollback()
+        self.pending, self.has_nodes = None, False
+        tree = self.draft(context)
+        if self.prefilled:
+            cache = self.drafter.cache
+            cache.rollback([min(own, known) for own, known in zip(cache.row_lengths, certain, strict=True)])
+        self.pending, self.has_nodes = None, False
+        return tree
 
     @abstractmethod
     def keep_accepted(self, committed: Committed) -> None:
