@@ -19,7 +19,9 @@ from tests.targets import make_target
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 # Drafters that state no probabilities of their tokens when they do not sample.
-UNSURE = ("ngram", "suffix", "specbound", "specbranch")
+UNSURE = (
+    "ngram", "suffix", "specbound", "specbranch", "rest", "token-recycling", "lookahead", "ssd", "causal_lm_ssd",
+)  # fmt: skip
 
 
 def most_drafted(drafter: Any) -> int:
