@@ -35,6 +35,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
+from hf_specdec.drafters.specblock.quality import RANK_BOUNDS, report
 from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
 ARCHITECTURE = "LlamaForCausalLMSpecBlock"
@@ -42,8 +43,6 @@ DraftCondition = Literal["pre_norm", "normed"]
 RankState = Literal["normed", "pre_norm"]
 BlockPositions = Literal["start", "path"]
 MAX_BLOCKS = 64
-# The four buckets of Section 3.2; a rank above the last bound is in the last bucket.
-RANK_BOUNDS = (1, 4, 10)
 
 
 class SpecBlockConfig(FeatureFields, LlamaConfig):
@@ -522,9 +521,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     def report_tables(
         self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
     ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
-        from hf_specdec.drafters.specblock import quality
-
-        return quality.report(self, model, prompts)
+        return report(self, model, prompts)
 
     def check_target(self, model: PreTrainedModel) -> None:
         check_shapes(

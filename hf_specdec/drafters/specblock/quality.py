@@ -12,13 +12,16 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import tap_layer
-from hf_specdec.drafters.specblock.modeling import RANK_BOUNDS, SpecBlockDrafter
+
+# The four buckets of Section 3.2; a rank above the last bound is in the last bucket.
+RANK_BOUNDS = (1, 4, 10)
 
 
 def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ def bucket_names() -> list[str]:
 
 
 def report(
-    drafter: SpecBlockDrafter, target: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 64
+    drafter: Any, target: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 64
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """The table for `Drafter.report_tables`, on what the target writes after the prompts.
 
@@ -115,14 +118,12 @@ def report(
     return [(f"rank head on {quality.num_positions} positions that the target wrote", ["bucket", *names], rows)]
 
 
-def _fits_block(length: int, prompt_length: int, drafter: SpecBlockDrafter) -> bool:
+def _fits_block(length: int, prompt_length: int, drafter: Any) -> bool:
     return length > prompt_length + drafter.config.block_size
 
 
 @torch.no_grad()
-def rank_head_quality(
-    drafter: SpecBlockDrafter, target: PreTrainedModel, texts: Iterable[tuple[Tensor, int]]
-) -> RankHeadQuality:
+def rank_head_quality(drafter: Any, target: PreTrainedModel, texts: Iterable[tuple[Tensor, int]]) -> RankHeadQuality:
     """Classifies every slot of a block from every position of some texts, and compares with the true buckets.
 
     As in Appendix B, a slot counts only if the earlier slots of its block were correct, and only the first block of a
@@ -174,7 +175,7 @@ def rank_head_quality(
     return RankHeadQuality(counts.view(buckets, buckets))
 
 
-def _states_of(drafter: SpecBlockDrafter, target: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _states_of(drafter: Any, target: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Features [length, taps * hidden] and the target's choices [length] at every position of a text."""
     taken: dict[int, Tensor] = {}
     wanted, handles = drafter.feature_layers(target), []

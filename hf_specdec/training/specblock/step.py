@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.specblock.modeling import RANK_BOUNDS, BlockOutput, SpecBlockDrafter
+from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
+from hf_specdec.drafters.specblock.quality import RANK_BOUNDS
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader, TargetStates
 from hf_specdec.training.passes import block_masks, growing_cache
