@@ -41,6 +41,7 @@ from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.records import TokenRecords
+from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
@@ -216,6 +217,11 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
+        if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
+            raise ValueError(
+                f"acceptance={rule!r} needs the loop of this library: {reason}. Set drafter.acceptance = None, which "
+                "is lossless."
+            )
         rows = len(input_ids)
         calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
         if rows == 1 and calls is not None:
@@ -383,6 +389,7 @@ def _decode_trees(
         stats.same_bits = trouble is None
         if trouble is not None:
             _warn_of_rounding(trouble)
+    relaxed = _relaxed_rule(model, drafter)
     target = TargetModel(
         model,
         drafter.feature_layers(model),
@@ -390,6 +397,7 @@ def _decode_trees(
         same_bits=stats.same_bits,
         output_attentions=records.keeps_attentions,
         output_hidden_states=records.keeps_hidden_states,
+        reads_states=relaxed is not None and relaxed.reads_states,
     )
     decoding = SpeculativeDecoding(
         target,
@@ -405,6 +413,7 @@ def _decode_trees(
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
         networks=drafter.networks,
+        relaxed=relaxed,
     )
     if all(runs_in_inference_mode(network) for network in (model, *drafter.networks)):
         return decoding.run()
@@ -416,6 +425,29 @@ def _warn_of_rounding(reason: str) -> None:
     warnings.warn(
         f"same_bits=True has no effect: {reason}. The output is the target's own up to rounding.", stacklevel=2
     )
+
+
+def _relaxed_rule(model: PreTrainedModel, drafter: Drafter) -> Relaxed | None:
+    """The acceptance rule of this call if it is not the lossless one; warns that it is not.
+
+    Raises:
+        ValueError: it reads states that target or drafter do not have.
+    """
+    rule = acceptance_rule(drafter.acceptance)
+    if rule is None:
+        return None
+    rule.check(model.config.get_text_config(decoder=True).hidden_size, model.name_or_path)
+    if rule.reads_states and not drafter.states_at_nodes:
+        raise ValueError(
+            f"acceptance={rule!r} reads the target's states at every node, but {type(drafter).__name__} verifies "
+            "without them. Use acceptance='typical', or another drafter."
+        )
+    warnings.warn(
+        f"acceptance={rule!r} accepts tokens that the target did not choose: this output is NOT the target's own. Set "
+        "drafter.acceptance = None for lossless decoding.",
+        stacklevel=2,
+    )
+    return rule
 
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:

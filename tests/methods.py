@@ -11,22 +11,29 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.datastore import RestDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
+from hf_specdec.drafters.eagle import EagleConfig, EagleDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter, storing_layers
-from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
+from hf_specdec.drafters.lookahead import LookaheadDrafter
+from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter, SuffixIndex
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.mtp import Layout, MTPDrafter
+from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.recycling import TokenRecyclingDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.ssd import SSDDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -115,6 +122,27 @@ def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> E
         name: settings.pop(name) for name in names if name in settings
     }
     drafter = _of_eagles_kind(Eagle3Drafter, target, seed, settings)
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_eagle(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> EagleDrafter:
+    """A random EAGLE-2 drafter that fits `target`; `settings` as for `make_dflash`."""
+    names = ("depth", "top_k", "tree_budget")
+    options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {
+        name: settings.pop(name) for name in names if name in settings
+    }
+    hidden = target.config.hidden_size
+    shape = {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(seed)
+    drafter = EagleDrafter(EagleConfig(**shape | settings)).eval()
     drafter.set_options(**options)
     return drafter
 
@@ -234,6 +262,25 @@ def make_suffix(target: PreTrainedModel) -> Drafter:
     return SuffixDrafter(tree_budget=16)
 
 
+def make_rest(target: PreTrainedModel) -> Drafter:
+    """A look-up in a text of random tokens, every one of which occurs."""
+    vocab, generator = target.get_input_embeddings().num_embeddings, torch.Generator().manual_seed(0)
+    index = SuffixIndex(4)
+    for _ in range(4):
+        index.add(torch.randperm(vocab, generator=generator).tolist())
+    return RestDrafter(index, tree_budget=9, depth=4)
+
+
+def make_token_recycling(target: PreTrainedModel, **options: Any) -> Drafter:
+    """Candidates of earlier rounds and calls."""
+    return TokenRecyclingDrafter(**{"tree_budget": 9, "top_k": 3, **options})
+
+
+def make_lookahead(target: PreTrainedModel, **options: Any) -> Drafter:
+    """N-grams that the target guesses."""
+    return LookaheadDrafter(**{"window": 3, "ngram": 3, "guesses": 3, **options})
+
+
 def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:
     """Random Medusa heads that fit `target`; `settings` as for `make_dflash`."""
     names = ("method", "tree_budget", "rank_accuracies")
@@ -245,6 +292,25 @@ def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> M
     }
     torch.manual_seed(seed)
     drafter = MedusaDrafter(MedusaConfig(**shape | settings)).eval()
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_parallel_heads(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> ParallelHeadsDrafter:
+    """Random parallel heads that fit `target`; `settings` as for `make_dflash`."""
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    hidden = target.config.hidden_size
+    shape = {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_parallel_heads": 3,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(seed)
+    drafter = ParallelHeadsDrafter(ParallelHeadsConfig(**shape | settings)).eval()
     drafter.set_options(**options)
     return drafter
 
@@ -320,6 +386,18 @@ def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_ssd(target: PreTrainedModel, **options: Any) -> Drafter:
+    """A look-up that prepares its next drafts while the target verifies, in every round."""
+    return SSDDrafter(make_rest(target), **{"tree_budget": 6, "trial": False, **options})
+
+
+def make_causal_lm_ssd(target: PreTrainedModel, **options: Any) -> Drafter:
+    """The same with a draft model."""
+    if keeps_states(target):
+        pytest.skip("a draft model with recurrent states cannot be rewound")
+    return SSDDrafter(make_causal_lm(target, tree_budget=14), **{"tree_budget": 8, "trial": False, **options})
+
+
 def make_merged(target: PreTrainedModel) -> Drafter:
     """DDTree with a look-up: features, and none."""
     return MergedDrafter(make_ddtree(target), make_ngram(target))
@@ -342,6 +420,7 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "suffix": make_suffix,
     "causal_lm_chain": make_causal_lm_chain,
     "causal_lm_tree": make_causal_lm,
+    "eagle": make_eagle,
     "eagle3": make_eagle3,
     "gemma4_assistant": make_gemma4_assistant,
     "medusa": make_medusa,
@@ -349,12 +428,18 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "merged": make_merged,
     "merged_three": make_merged_three,
     "mtp": make_mtp,
+    "rest": make_rest,
+    "token-recycling": make_token_recycling,
+    "lookahead": make_lookahead,
+    "parallel_heads": make_parallel_heads,
     "peagle": make_peagle,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
     "specbound": make_specbound,
+    "ssd": make_ssd,
+    "causal_lm_ssd": make_causal_lm_ssd,
 }
 # Those whose drafts do not depend on what calls before, or other rows, were about.
-STEADY = [name for name in METHODS if not name.startswith("merged")]
+STEADY = [name for name in METHODS if not name.startswith(("merged", "token-recycling"))]
 # Those that serve any target of the right shape, not one that they were made with.
 FREE = [name for name in METHODS if name != "mtp"]

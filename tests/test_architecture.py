@@ -250,7 +250,7 @@ OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", 
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "integration", "serving/transformers_server",
+        "drafters/specblock/modeling", "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 
@@ -273,7 +273,7 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 24_900
+MOST_CODE_LINES = 26_700
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:

@@ -83,6 +83,10 @@ class AdaptiveDrafter(Drafter):
     and can be saved or published at any time, also with `save_pretrained` and `push_to_hub` of this class. Its method
     must support adaptation, see `Recipe.adapting`.
 
+    It may be one source of a `MergedDrafter` beside a drafter that stays as it is, as in ATLAS: the merged drafter
+    counts how often each is right, and its `tree_budget="auto"` chooses the length. Then it learns from the rounds in
+    which it drafted, along the part of the accepted path that it had proposed.
+
     Departures from the paper, which trains on rejected positions: head updates train on all positions along the
     accepted paths, and full updates on the whole text of a query, because their forward computes its states in any
     case. Rejected positions alone are not a sample of the drafted ones. The gradient norm is clipped to 1.
@@ -107,8 +111,6 @@ class AdaptiveDrafter(Drafter):
             not fit the target.
         TypeError: `drafter` is not a drafter.
     """
-
-    mergeable = False
 
     def __init__(
         self,

@@ -123,10 +123,12 @@ class QueryRecorder(TreeCandidateGenerator):
         self.inner, self.draft_states, self.width = inner, inner.draft_states, width
         self.between_rounds, self.finished = between_rounds, finished
         self.rows: list[_Row] = []
+        self.drafted = False  # since the latest commit: as one of several sources, it is skipped in some rounds
         self.started = time.perf_counter()
 
     def draft(self, context: DraftContext) -> DraftTree:
         self.between_rounds()
+        self.drafted = True
         return self.inner.draft(context)
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
@@ -137,8 +139,9 @@ class QueryRecorder(TreeCandidateGenerator):
         assert features is not None
         if not self.rows:
             self.rows = [_Row(count) for count in committed.num_committed]
-        if committed.tree is not None:
+        if committed.tree is not None and self.drafted:
             self._record_path(committed)
+        self.drafted = False
         for index, (row, count) in enumerate(zip(self.rows, committed.num_committed, strict=True)):
             if committed.valid is None or committed.tree is not None:  # padding, if any, is at the end
                 row.token_ids.append(committed.token_ids[index, :count])
@@ -154,16 +157,18 @@ class QueryRecorder(TreeCandidateGenerator):
 
     def _record_path(self, committed: Committed) -> None:
         assert committed.path is not None
-        states, drafted = self.draft_states(committed.path)
-        rows = zip(self.rows, committed.num_committed, committed.num_accepted, strict=True)
-        for index, (row, count, accepted) in enumerate(rows):
+        states, drafted = self.draft_states(committed.path.clamp(min=0))
+        # The path may go on with tokens of other sources, which this drafter has not drafted.
+        proposed = (committed.path >= 0).sum(1).tolist()
+        for index, (row, count, own) in enumerate(zip(self.rows, committed.num_committed, proposed, strict=True)):
             if count == 0:  # finished earlier than other rows
                 continue
-            row.states.append(states[index, :count])
-            row.drafted.append(drafted[index, :count])
-            row.positions.extend(range(row.length, row.length + count))
+            own = min(own, count)
+            row.states.append(states[index, :own])
+            row.drafted.append(drafted[index, :own])
+            row.positions.extend(range(row.length, row.length + own))
             row.ends.append(len(row.positions) - 1)
-            row.num_accepted += accepted
+            row.num_accepted += own - 1
 
     def close(self) -> None:
         try:

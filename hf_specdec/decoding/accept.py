@@ -25,6 +25,7 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.devices import ToHost, abilities
 from hf_specdec.decoding.noise import PositionNoise
+from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stateless import PREFIX_FREE
@@ -147,10 +148,20 @@ class Acceptor:
         keep_scores: whether the output contains processed logits.
         lockstep: whether processors or criteria are code of the user, which must see the calls of plain decoding.
             Acceptance then appends the round's tokens to the sequences itself, column by column.
+        relaxed: a rule that is not lossless, which the user asked for; None for the lossless one.
+
+    Raises:
+        ValueError: the relaxed rule cannot be used in this call.
     """
 
     def __init__(
-        self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool, lockstep: bool = False
+        self,
+        logits_processor: LogitsProcessorList,
+        *,
+        do_sample: bool,
+        keep_scores: bool,
+        lockstep: bool = False,
+        relaxed: Relaxed | None = None,
     ) -> None:
         self.processors = logits_processor
         self.do_sample = do_sample
@@ -161,6 +172,14 @@ class Acceptor:
         self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+        self.relaxed = relaxed
+        if relaxed is not None and (lockstep or not self.prefix_free):
+            readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
+            raise ValueError(
+                f"acceptance={relaxed!r} compares whole paths, but this call has code that reads the text token by "
+                f"token ({', '.join(readers) or 'a stopping criterion or streamer of your own'}). Leave that out, or "
+                "set drafter.acceptance = None, which is lossless."
+            )
 
     def __call__(
         self,
@@ -169,6 +188,7 @@ class Acceptor:
         sequences: Sequences,
         drawn: DrawnCandidates | None = None,
         active: list[bool] | None = None,
+        states: Tensor | None = None,
     ) -> Verdict:
         """Follows the target's choices through `tree`; without a device sync if no processor reads the prefix.
 
@@ -178,6 +198,7 @@ class Acceptor:
             sequences: the rows up to and including the root; used only by processors that read the prefix.
             drawn: candidates for the token after a leaf, with which the bonus token is coupled.
             active: per row, whether its result is used; None for all.
+            states: for a relaxed rule that reads them, see `Relaxed.accepts`.
         """
         if not self.do_sample:
             drawn = None
@@ -187,7 +208,7 @@ class Acceptor:
         if self.lockstep:
             verdict = self._column_by_column(tree, logits, sequences, drawn)
         elif self.prefix_free:
-            verdict = self._all_at_once(tree, logits, drawn, active)
+            verdict = self._all_at_once(tree, logits, drawn, active, states)
         else:
             verdict = self._step_by_step(tree, logits, sequences, drawn)
         if self._position is not None:
@@ -201,10 +222,17 @@ class Acceptor:
             self._position = self._position[from_host(rows, self._position.device)]
 
     def _all_at_once(
-        self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None, active: list[bool] | None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        drawn: DrawnCandidates | None,
+        active: list[bool] | None,
+        states: Tensor | None,
     ) -> Verdict:
         nan, unknown = _nan(tree, logits)
         logits, choices = self._choices(tree, logits, unknown, drawn)
+        if self.relaxed is not None and tree.num_nodes > 1:
+            choices = self.relaxed.choices(tree, logits, choices, states)
         if abilities(logits.device).host_memory:
             path, num_accepted, bonus_ids, host = _follow_on_host(tree, choices, nan, active)
         else:

@@ -27,6 +27,7 @@ from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
+from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stateless import PREFIX_FREE, user_code
@@ -61,6 +62,7 @@ class SpeculativeDecoding:
         observers: called after every round.
         streamer: receives tokens in order, as soon as no later round can change them.
         networks: that draft with fixed weights.
+        relaxed: an acceptance rule that is not lossless, see `relaxed.py`; None for the lossless one.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SpeculativeDecoding:
         observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
         networks: Sequence[nn.Module] = (),
+        relaxed: Relaxed | None = None,
     ) -> None:
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
@@ -91,8 +94,13 @@ class SpeculativeDecoding:
         self.observers = (stats, records, policy, *observers)
         do_sample = generation_config.do_sample
         self.acceptor = Acceptor(
-            logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores, lockstep=lockstep
+            logits_processor,
+            do_sample=do_sample,
+            keep_scores=records.keeps_scores,
+            lockstep=lockstep,
+            relaxed=relaxed,
         )
+        stats.lossless = relaxed is None
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
@@ -185,7 +193,9 @@ class SpeculativeDecoding:
         if lag == 2 and self.read(self.unread):
             return
         active = self.sequences.of_remaining(self.sequences.active)
-        verdict = self.acceptor(tree, output.logits, self.sequences, output.drawn, None if all(active) else active)
+        verdict = self.acceptor(
+            tree, output.logits, self.sequences, output.drawn, None if all(active) else active, output.states
+        )
         self.unread = verified = VerifiedRound(tree, output, verdict)
         if lag == 0:
             self.read(verified)

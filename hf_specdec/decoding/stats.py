@@ -44,6 +44,7 @@ class SpeculationStats(Observer):
 
     Attributes:
         method: the drafter's method, for reports.
+        lossless: False if the call accepted tokens that the target did not choose (`drafter.acceptance`).
         per_step_accepted: [row][round], number of accepted drafted tokens.
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: fallback rounds, which verified no draft: the drafter's output, or the target's logits, were
@@ -68,11 +69,14 @@ class SpeculationStats(Observer):
         num_path_kept: those of them that became part of the text.
         speed_ratio: T_p / T_q, time of a target verification over time of a draft model forward; 0 if not measured.
         peak_draft_entries: largest number of cache entries per row of the draft model, text and all branches.
+        num_prepared: rounds for which drafts had been prepared while the target verified the one before.
+        num_foreseen: those of them that began with a prepared draft.
         by_source: counts of each drafter of a merged drafter, by name; empty for others.
         stopwatch: measures the stages of the call.
     """
 
     method: str = ""
+    lossless: bool = True
     per_step_accepted: list[list[int]] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
@@ -91,6 +95,8 @@ class SpeculationStats(Observer):
     num_path_kept: int = 0
     speed_ratio: float = 0.0
     peak_draft_entries: int = 0
+    num_prepared: int = 0
+    num_foreseen: int = 0
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
 
     def count_ahead(self, draft_s: float, verify_s: float, wall_s: float) -> None:
@@ -249,6 +255,8 @@ class SpeculationStats(Observer):
             f"over {self.num_spec_steps} rounds, "
             f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} drafted tokens accepted, "
             f"{self.total_time_s:.2f} s, {share:.0%} of it drafting"
+            + (f"; {self.num_foreseen} of {self.num_prepared} rounds foreseen" if self.num_prepared else "")
+            + ("" if self.lossless else "; NOT LOSSLESS, by drafter.acceptance")
             + "".join(
                 f"; {name}: {counts.num_accepted_tokens} of {counts.num_draft_tokens} in {counts.num_drafts} rounds"
                 for name, counts in self.by_source.items()

@@ -57,6 +57,8 @@ class TargetOutput:
         attentions: per layer [batch, heads, nodes, entries]; None unless requested.
         hidden_states: embedding output and per layer [batch, nodes, hidden]; None unless requested.
         drawn: candidates that a method has sampled during verification; see `TreeCandidateGenerator.verify`.
+        states: [batch, nodes, hidden], the target's states after its final norm, for an acceptance rule that reads
+            them; None otherwise.
     """
 
     logits: Tensor
@@ -64,6 +66,7 @@ class TargetOutput:
     attentions: tuple[Tensor, ...] | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     drawn: DrawnCandidates | None = None
+    states: Tensor | None = None
 
     def without_padding(self, nodes: int) -> TargetOutput:
         """The outputs for the first `nodes` nodes, without the entries of the others."""
@@ -74,6 +77,7 @@ class TargetOutput:
             self.attentions and tuple(each[:, :, :nodes, : each.shape[-1] - surplus] for each in self.attentions),
             self.hidden_states and tuple(each[..., :nodes, :] for each in self.hidden_states),
             self.drawn,
+            None if self.states is None else self.states[:, :nodes],
         )
 
 
@@ -106,6 +110,7 @@ class TargetModel:
         same_bits: nodes are verified with the bits of plain decoding, see `same_bits.py`; the model must allow it.
         output_attentions: whether forwards return attention weights.
         output_hidden_states: whether forwards return hidden states of all layers.
+        reads_states: whether forwards return the states after the final norm (`TargetOutput.states`).
 
     Attributes:
         most_rows: of a forward of nodes with `same_bits`.
@@ -125,10 +130,12 @@ class TargetModel:
         same_bits: bool = False,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
+        reads_states: bool = False,
     ) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.feature_layers = tuple(feature_layers)
+        self.reads_states = reads_states
+        self.feature_layers = (*feature_layers, *([self.config.num_hidden_layers] if reads_states else []))
         options = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         self.output_options = {name: True for name, requested in options.items() if requested}
         self.bound_rows = bound_rows(model)
@@ -226,6 +233,13 @@ class TargetModel:
             chunks = [chunk.to(device) for chunk in chunks]
         return torch.cat(chunks, dim=-1)
 
+    def _split(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The features that the drafter reads, and the states that an acceptance rule reads, which are the last."""
+        if features is None or not self.reads_states:
+            return features, None
+        width = features.shape[-1] // len(self.feature_layers)
+        return features[..., :-width] if len(self.feature_layers) > 1 else None, features[..., -width:]
+
     def forget_taps(self) -> None:
         """Drops the outputs recorded so far."""
         for states in self._taps.values():
@@ -292,7 +306,7 @@ class TargetModel:
         self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
         return TargetOutput(
             outputs.logits[:, -1:].to(torch.float32, copy=True),
-            features,
+            self._split(features)[0],
             outputs.get("attentions"),
             outputs.get("hidden_states"),
         )
@@ -502,7 +516,9 @@ class TargetModel:
         position_ids = self.position_ids(tree, root_positions)
         if self.static is not None:
             if not self.output_options:
-                return TargetOutput(*self.static(self, tree, position_ids, first, lead))
+                logits_of_nodes, features = self.static(self, tree, position_ids, first, lead)
+                features, states = self._split(features)
+                return TargetOutput(logits_of_nodes, features, states=states)
             self.cache.place_nodes(None)
         token_ids, masks = tree.token_ids, self.attention_masks(tree, first)
         if first:
@@ -523,8 +539,13 @@ class TargetModel:
                 **extra,
                 **self.output_options,
             )
+        features, states = self._split(self.read_taps())
         output = TargetOutput(
-            outputs.logits.to(torch.float32), self.read_taps(), outputs.get("attentions"), outputs.get("hidden_states")
+            outputs.logits.to(torch.float32),
+            features,
+            outputs.get("attentions"),
+            outputs.get("hidden_states"),
+            states=states,
         )
         return output.without_padding(nodes) if padding else output
 

@@ -18,6 +18,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
@@ -37,19 +38,25 @@ class Drafter(ABC):
         options_class: the class of its drafting options.
         mergeable: whether its trees may be merged with those of other drafters: it needs only features of the target
             and the committed entries of its cache.
+        states_at_nodes: whether its verification gives the target's states at every node.
         options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()` to record the rounds of the next `generate` calls; None for no recording.
+        acceptance: None, the default, for output that is the target's own. "typical", a `Typical` or a `Judge` accept
+            tokens that the target did not choose, so the output is NOT the target's: each call warns, and
+            `stats.lossless` is False. It is not saved, and no file can set it.
     """
 
     options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
     mergeable: ClassVar[bool] = True
+    states_at_nodes: ClassVar[bool] = True
 
     # Classes of the host with a `generate` of their own (Whisper) expect one of every assistant; it has no effect.
     generation_config = GenerationConfig()
     options: DrafterOptions
     stats: SpeculationStats | None = None
     trace: Trace | None = None
+    acceptance: Relaxed | str | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and not isinstance(value, self.options_class):
@@ -102,6 +109,7 @@ class Drafter(ABC):
             ValueError: one of them is not valid.
         """
         self.validate_options(self.options)
+        acceptance_rule(self.acceptance)
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise ValueError(f"trace={self.trace!r} must be a Trace, which records rounds, or None.")
 
@@ -112,6 +120,22 @@ class Drafter(ABC):
             model: the target.
             input_ids: [batch, seq] int64, the prompts of a first call; None before the first call.
         """
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        """From now on drafts only these tokens of the target, so that its head has fewer rows (FR-Spec).
+
+        The output stays the target's own; other tokens come from the target alone.
+
+        Args:
+            draft_vocab: ids of the target, such as those of `frequent_token_ids`.
+
+        Raises:
+            ValueError: this drafter has no head, or the ids do not fit.
+        """
+        raise ValueError(
+            f"draft_vocab was given for {type(self).__name__}, which has no head over a vocabulary that could be "
+            "smaller: leave it out."
+        )
 
     @abstractmethod
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:

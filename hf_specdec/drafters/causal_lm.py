@@ -6,6 +6,7 @@ was a leaf, which was drafted but never run. `hub/loading.py` finds the files an
 
 Source: chains: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees: the shape of EAGLE-2, arXiv
 2406.16858, Section 4 (`growth.py`), with a complete language model as drafter. Stopping by entropy: AdaEDL, arXiv
+from collections.abc import Sequence
 2410.18351.
 """
 
@@ -48,11 +49,11 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.support import check_supported
+from hf_specdec.decoding.support import check_supported, keeps_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.decoding.trial import check_trees
-from hf_specdec.drafters.draft_model import DraftModel, target_ids_of, with_whole_vocabulary
+from hf_specdec.drafters.draft_model import DraftModel, target_ids_of, with_head_rows, with_whole_vocabulary
 from hf_specdec.drafters.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
@@ -60,7 +61,7 @@ from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.pretrained import check_numbers, loading_differences
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import Serving, name_of, register
-from hf_specdec.drafters.vocabulary import may_be_padding
+from hf_specdec.drafters.vocabulary import draftable_rows, may_be_padding
 from hf_specdec.drafters.wrapped import merged_adapters, unwrapped
 
 __all__ = ["CausalLMDrafter", "CausalLMOptions"]
@@ -177,6 +178,8 @@ class CausalLMDrafter(PublishedDrafter):
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model: PreTrainedModel = unwrapped(model)
         self.tokenizer_folder: Path | None = None
+        self.draft_rows: Tensor | None = None  # of its head, if it drafts only some of its tokens; not saved
+        self._head_rows: tuple[Any, PreTrainedModel] | None = None
         self._compared: weakref.ref[PreTrainedModel] | None = None
         self.options = self.loaded_options()
         self.set_options(**drafting_options)
@@ -226,6 +229,27 @@ class CausalLMDrafter(PublishedDrafter):
     def target_ids(self) -> Tensor | None:
         """[rows] int64, the target's id of each row of its embedding, ascending; None if the ids are equal."""
         return target_ids_of(self.model)
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        own = self._row_ids()
+        rows = draftable_rows(own, draft_vocab, int(own[-1]) + 1, self.name_or_path)
+        with_head_rows(self.model, rows)  # raises where that is not possible
+        self.draft_rows = rows
+
+    def _row_ids(self) -> Tensor:
+        """[rows] int64, the target's id of each row of its head."""
+        ids = self.target_ids
+        return torch.arange(self.model.get_input_embeddings().num_embeddings) if ids is None else ids
+
+    def _with_draft_rows(self) -> tuple[PreTrainedModel, Tensor | None]:
+        """The model that drafts, and the target's ids of the rows of its head; None if it drafts all of its tokens."""
+        if self.draft_rows is None:
+            return self.model, None
+        weight = self.model.get_output_embeddings().weight
+        key = (id(self.model), id(self.draft_rows), weight.device, weight.data_ptr(), weight._version)
+        if self._head_rows is None or self._head_rows[0] != key:
+            self._head_rows = key, with_head_rows(self.model, self.draft_rows)
+        return self._head_rows[1], self._row_ids()[self.draft_rows]
 
     def set_vocabulary(self, target_ids: Tensor | None) -> None:
         """Stores in the config, as `draft_token_ids`, which of the target's tokens the rows of its embedding are.
@@ -277,7 +301,9 @@ class CausalLMDrafter(PublishedDrafter):
         # On a CPU these models are too small to gain from compilation.
         compile_mode = self.options.compile_mode if graphs.can_capture(self.device) else "none"
         kind = ChainGenerator if self.method == "causal_lm_chain" else TreeGenerator
-        return kind(DraftModel(self.model, compile_mode=compile_mode), target, replace(self.options))
+        model, head_ids = self._with_draft_rows()
+        drafter = DraftModel(model, compile_mode=compile_mode, head_ids=head_ids)
+        return kind(drafter, target, replace(self.options))
 
     def check_target(self, model: PreTrainedModel) -> None:
         target_name = name_of(model)
@@ -294,9 +320,14 @@ class CausalLMDrafter(PublishedDrafter):
 
     def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
         target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
+        size = model.get_input_embeddings().num_embeddings
+        if self.draft_rows is not None and (most := int(self._row_ids()[self.draft_rows[-1]])) >= size:
+            raise ValueError(
+                f"draft_vocab of draft model {self.name_or_path!r} has ids up to {most}, but target {target_name!r} "
+                f"has {size} embeddings: give ids of the target's tokenizer."
+            )
         if target_ids is None:
             return
-        size = model.get_input_embeddings().num_embeddings
         ascending = bool((target_ids.diff() > 0).all())
         if len(target_ids) != rows or not ascending or int(target_ids[0]) < 0 or int(target_ids[-1]) >= size:
             raise ValueError(
@@ -380,6 +411,26 @@ class DraftModelGenerator(TreeCandidateGenerator):
     def close(self) -> None:
         if self.prefilled:
             self.drafter.cache.release()
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a text that is not committed can be dropped again; recurrent states cannot be cut."""
+        return not keeps_states(self.drafter.model)
+
+    def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
+        """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept.
+
+        The tokens that it has in addition are run with the root, in one forward.
+        """
+        if self.prefilled:
+            self.drafter.cache.rollback()
+        self.pending, self.has_nodes = None, False
+        tree = self.draft(context)
+        if self.prefilled:
+            cache = self.drafter.cache
+            cache.rollback([min(own, known) for own, known in zip(cache.row_lengths, certain, strict=True)])
+        self.pending, self.has_nodes = None, False
+        return tree
 
     @abstractmethod
     def keep_accepted(self, committed: Committed) -> None:

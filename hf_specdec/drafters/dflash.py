@@ -54,7 +54,14 @@ from hf_specdec.drafters.registry import (
     register_marginal_method,
 )
 from hf_specdec.drafters.shapes import check_shapes, way_out
-from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
+from hf_specdec.drafters.vocabulary import (
+    HeadRows,
+    check_draft_to_target,
+    draftable_rows,
+    head_of_rows,
+    known_ids,
+    set_map,
+)
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
 from hf_specdec.hub.formats.muse import MUSE
 from hf_specdec.hub.formats.speculators import SPECULATORS
@@ -489,6 +496,27 @@ class DFlashDrafter(PretrainedDrafter):
         """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
         assert self.config.vocab_size is not None, "check() requires it"
         set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        config, name = self.config, name_of(self)
+        if config.vocab_size is None:
+            raise ValueError(
+                f"draft_vocab was given for drafter {name!r}, whose config.json has no vocab_size: add the target's."
+            )
+        own = self.target_ids
+        rows = draftable_rows(own, draft_vocab, config.vocab_size, name)
+        if len(rows) == len(own):
+            return
+        config.dflash_config = {**config.dflash_config, "draft_vocab_size": len(rows)}
+        config.check()
+        self.register_buffer("d2t", own[rows] - torch.arange(len(rows), device=self.device))
+        if config.own_head:
+            self.lm_head = head_of_rows(self.lm_head, rows)
+        self._head_rows, self.source_layout = None, None  # files in the source layout have other shapes
+        self.keep_draft_rows(rows)
+
+    def keep_draft_rows(self, rows: Tensor) -> None:
+        """Cuts further heads over the draft vocabulary to these rows, [kept] int64; there are none by default."""
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)

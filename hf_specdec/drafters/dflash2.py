@@ -8,6 +8,7 @@ sections 1.1 to 1.3; z-lab/dflash.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -206,6 +207,12 @@ class DFlash2Drafter(ConditionalDrafter):
     def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
         # The table itself, without the scale or norm of the target's own embedding.
         return table_rows(embed_tokens, block_ids) * self.config.input_embedding_scale
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        raise ValueError(
+            f"draft_vocab was given for {type(self).__name__}, whose selector compares tokens of the whole vocabulary: "
+            "leave it out."
+        )
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         """[..., hidden] after the final norm -> [..., vocab] float32, -inf except at the `selector_top_k` likeliest."""

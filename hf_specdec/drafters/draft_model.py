@@ -19,7 +19,7 @@ from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.vocabulary import draft_ids_of, known_ids
+from hf_specdec.drafters.vocabulary import HeadRows, draft_ids_of, known_ids
 
 
 def target_ids_of(model: PreTrainedModel) -> Tensor | None:
@@ -62,6 +62,24 @@ def with_whole_vocabulary(draft_model: PreTrainedModel, vocab_size: int) -> PreT
     return whole
 
 
+def with_head_rows(draft_model: PreTrainedModel, rows: Tensor) -> PreTrainedModel:
+    """The same model, sharing its layers, whose head has these rows, [kept] int64, only.
+
+    Raises:
+        ValueError: its head is not a module of its own.
+    """
+    head: Any = draft_model.get_output_embeddings()
+    names = [name for name, module in draft_model.named_children() if module is head]
+    if not names:
+        raise ValueError(
+            f"draft_vocab was given for draft model {draft_model.name_or_path!r}, but {type(draft_model).__name__} "
+            "computes its logits in another module than its own head: leave it out."
+        )
+    less = copy.copy(draft_model)
+    less._modules = {**draft_model._modules, names[0]: HeadRows(head, rows)}
+    return less
+
+
 class DraftVocabulary:
     """Maps the target's ids to rows of a draft model.
 
@@ -91,17 +109,21 @@ class DraftModel(TargetModel):
     """A draft model bound to one `generate` call of the target.
 
     Attributes:
+        head_ids: [draft_vocab] int64, the target's id of each row of the head; None if that is its row.
         vocab_size: columns of the target's logits, to be set after its prefill; `verify` returns as many.
 
     Raises:
         ValueError: as `TargetModel`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compile_mode: CompileMode = "none") -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, compile_mode: CompileMode = "none", head_ids: Tensor | None = None
+    ) -> None:
         super().__init__(model, compile_mode=compile_mode)
         self.num_rows: int = model.get_input_embeddings().num_embeddings
         self.vocab_size = self.num_rows
         self.vocabulary = DraftVocabulary(target_ids_of(model), self.num_rows)
+        self.head_ids = self.vocabulary.target_ids if head_ids is None else head_ids
 
     def prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -138,5 +160,5 @@ class DraftModel(TargetModel):
         if target_ids is not None or self.vocab_size > self.num_rows:  # else every token of the target has a row
             tree = replace(tree, token_ids=self.vocabulary.rows(tree.token_ids))
         output = super().verify(tree, root_positions, **settings)
-        output.logits = TargetVocabularyLogitsProcessor(self.vocab_size, target_ids)(None, output.logits)
+        output.logits = TargetVocabularyLogitsProcessor(self.vocab_size, self.head_ids)(None, output.logits)
         return output

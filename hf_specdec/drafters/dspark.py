@@ -36,7 +36,7 @@ from hf_specdec.drafters.dflash import (
 from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import register
-from hf_specdec.drafters.vocabulary import known_ids
+from hf_specdec.drafters.vocabulary import head_of_rows, known_ids
 from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.speculators import SPECULATORS
 
@@ -238,6 +238,10 @@ class DSparkDrafter(ConditionalDrafter):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(hidden + (rank if config.confidence_head_with_markov else 0))
         self.post_init()
+
+    def keep_draft_rows(self, rows: Tensor) -> None:
+        if self.markov_head is not None:
+            self.markov_head.markov_w2 = head_of_rows(self.markov_head.markov_w2, rows)
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         # The Markov head has `draft_vocab_size` columns; the target's head may have more or fewer.

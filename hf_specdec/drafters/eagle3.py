@@ -19,6 +19,7 @@ reranking), unchanged in EAGLE-3.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -48,7 +49,7 @@ from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import Serving, name_of, register
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.vocabulary import check_draft_to_target, known_ids, set_map
+from hf_specdec.drafters.vocabulary import check_draft_to_target, draftable_rows, head_of_rows, known_ids, set_map
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specforge import SPECFORGE
@@ -238,6 +239,14 @@ class Eagle3Network(PretrainedDrafter):
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
         set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
+
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        config, own = self.config, self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
+        rows = draftable_rows(own, draft_vocab, config.vocab_size, name_of(self))
+        if len(rows) < len(own):
+            self.lm_head, config.draft_vocab_size = head_of_rows(self.lm_head, rows), len(rows)
+            self.register_buffer("d2t", own[rows] - torch.arange(len(rows), device=self.device))
+            self.source_layout = None  # its files have other shapes
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Converts ids of the draft vocabulary to the target's ids."""

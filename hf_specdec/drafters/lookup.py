@@ -7,6 +7,7 @@ device, once per round. Related: suffix arrays of reversed text; the counted suf
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import threading
@@ -72,6 +73,10 @@ class SuffixIndex:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    def highest(self) -> int:
+        """The highest token id; -1 without tokens."""
+        return max(self._tokens, default=-1)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the last text."""
@@ -264,6 +269,7 @@ class LookupGenerator(TreeCandidateGenerator):
     """Drafts from the text of each row, and from the outputs in `memory` if there is one, which it adds to."""
 
     drops_rows = True
+    rewinds = True
 
     def __init__(self, options: NGramOptions, memory: SuffixIndex | None) -> None:
         self.options, self.memory = options, memory
@@ -300,6 +306,10 @@ class LookupGenerator(TreeCandidateGenerator):
             for row in rows:
                 self.memory.add(self.texts[row].continuation(self.prompts[row]) + self.latest[row])
 
+    def searched(self, text: SuffixIndex) -> list[SuffixIndex]:
+        """The indices in which matches of a row's last tokens are searched; `text` is the row's own."""
+        return [text] if self.memory is None else [text, self.memory]
+
     def draft(self, context: DraftContext) -> DraftTree:
         # A prompt that was passed as embeddings has no columns here, and no padding.
         self.padding = [
@@ -321,10 +331,21 @@ class LookupGenerator(TreeCandidateGenerator):
             end: list[int] = text.last(options.longest_suffix)
             matches: list[Match] = []
             if context.active[row] and budget:
-                matches = find([text] if self.memory is None else [text, self.memory], end, options.shortest_suffix)
+                matches = find(self.searched(text), end, options.shortest_suffix)
             trees.append(continuation_tree(end[-1], matches, budget, options.depth))
         token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
         return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs, device=context.root_ids.device)
+
+    def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
+        """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept."""
+        if list(certain) == context.lengths:
+            return self.draft(context)
+        kept = self.padding, self.texts, self.latest, self.prompts
+        self.texts, self.latest = copy.deepcopy(self.texts), list(self.latest)
+        try:
+            return self.draft(context)
+        finally:
+            self.padding, self.texts, self.latest, self.prompts = kept
 
 
 MAX_SUFFIX = 32

@@ -16,7 +16,7 @@ import copy
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle3 import Eagle3Generator, Eagle3Options
 from hf_specdec.drafters.registry import Serving, register
+from hf_specdec.drafters.vocabulary import HeadRows, draftable_rows
 
 __all__ = ["LOOKED_FOR", "Layout", "MTPDrafter", "MTPOptions", "check_supported", "find_layout"]
 
@@ -322,6 +323,9 @@ class MTPDrafter(Drafter, nn.Module):
         for name, tensor in tensors.items():
             if (part := layout.part_of(name)) is not None:
                 parts.setdefault(part, {})[name.removeprefix(part).removeprefix(".")] = tensor
+        self.num_rows = len(table)
+        self.target_ids: Tensor | None = None  # of a restricted vocabulary, of which the whole head is kept besides
+        self.whole_head: tuple[Any] | None = None
         self.embedding_norm = _filled(norm, layout.embedding_norm, parts, kind)
         self.state_norm = _filled(norm, layout.state_norm, parts, kind)
         self.final_norm = None if layout.final_norm is None else _filled(norm, layout.final_norm, parts, kind)
@@ -375,9 +379,18 @@ class MTPDrafter(Drafter, nn.Module):
         head = self._borrowed[0] if self.head is None else self.head
         return apply_head(head, self._normed(outputs))
 
+    def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
+        own = torch.arange(self.num_rows) if self.target_ids is None else self.target_ids
+        rows = draftable_rows(own, draft_vocab, self.num_rows, str(self.name_or_path))
+        if len(rows) < len(own):
+            self.whole_head = self.whole_head or (self._borrowed[0] if self.head is None else self.head,)
+            self.target_ids = own[rows]
+            self.head = HeadRows(self.whole_head[0], self.target_ids)
+            self.config.maps_vocabulary, self.config.draft_vocab_size = True, len(rows)
+
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The ids are the target's."""
-        return draft_ids
+        """The target's ids of ids of the draft vocabulary."""
+        return draft_ids if self.target_ids is None else self.target_ids.to(draft_ids.device)[draft_ids]
 
     def _normed(self, outputs: Tensor) -> Tensor:
         return outputs if self.final_norm is None else self.final_norm(outputs)

@@ -114,6 +114,11 @@ class DrafterOptions:
                 f"method={changes['method']!r} was given, but this drafter has only the method {self.method!r}: "
                 "leave method out, or load another drafter."
             )
+        if "acceptance" in changes:
+            raise ValueError(
+                f"acceptance={changes['acceptance']!r} is no drafting option, because it may change the output: no "
+                "file can set it. Pass it to load_drafter, or set drafter.acceptance in your program."
+            )
         for name in changes:
             if name not in known:
                 raise unknown_name("drafting option", name, known)

@@ -10,6 +10,8 @@ A published map `d2t` holds offsets: target id = draft id + d2t[draft id].
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +73,62 @@ class HeadRows(nn.Module):
         logits = apply_head(self.whole, hidden)
         ids: Tensor = self.target_ids  # type: ignore[assignment]
         return logits[..., ids.to(logits.device)]
+
+
+def frequent_token_ids(texts: Iterable[str], tokenizer: Any, size: int) -> Tensor:
+    """The most frequent tokens of one's own texts, for `load_drafter(..., draft_vocab=ids)`: FR-Spec, arXiv 2502.14856.
+
+    Args:
+        texts: what the target writes or is asked about; some megabytes are enough.
+        tokenizer: the target's.
+        size: most tokens to choose; those that do not occur are not chosen.
+
+    Returns:
+        [at most size] int64, ascending, special tokens of the tokenizer included.
+    """
+    counts: Counter[int] = Counter()
+    for text in texts:
+        counts.update(tokenizer(text)["input_ids"])
+    ends = [token for token in getattr(tokenizer, "all_special_ids", ()) if token not in counts]
+    chosen = [token for token, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
+    return torch.tensor(sorted({*ends[:size], *chosen[: max(0, size - len(ends))]}), dtype=torch.int64)
+
+
+def draftable_rows(own_ids: Tensor, draft_vocab: Tensor | Sequence[int], vocab_size: int, name: str) -> Tensor:
+    """[kept] int64: the rows of a head whose tokens are in a draft vocabulary.
+
+    Args:
+        own_ids: [rows] int64, the target's id of each row.
+        draft_vocab: ids of the target.
+        vocab_size: the target's, as the drafter knows it.
+        name: the drafter's, for messages.
+
+    Raises:
+        ValueError: an id is out of range, or none has a row.
+    """
+    wanted = torch.as_tensor(draft_vocab, dtype=torch.int64, device=own_ids.device).flatten().unique()
+    if not len(wanted) or int(wanted[0]) < 0 or int(wanted[-1]) >= vocab_size:
+        shown = f"from {int(wanted[0])} to {int(wanted[-1])}" if len(wanted) else "none at all"
+        raise ValueError(
+            f"draft_vocab has ids {shown}, but drafter {name!r} is for a vocabulary of {vocab_size}: give ids of the "
+            "target's tokenizer, as from frequent_token_ids(texts, tokenizer, size)."
+        )
+    rows = torch.isin(own_ids, wanted).nonzero().flatten()
+    if not len(rows):
+        raise ValueError(
+            f"draft_vocab has none of the {len(own_ids)} tokens that drafter {name!r} can draft: give more tokens."
+        )
+    return rows
+
+
+@torch.no_grad()
+def head_of_rows(head: nn.Linear, rows: Tensor) -> nn.Linear:
+    """A linear layer with some rows of another one."""
+    less = nn.Linear(head.in_features, len(rows), bias=head.bias is not None).to(head.weight)
+    less.weight.copy_(head.weight[rows.to(head.weight.device)])
+    if head.bias is not None:
+        less.bias.copy_(head.bias[rows.to(head.bias.device)])
+    return less.requires_grad_(head.weight.requires_grad)
 
 
 def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
+from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
@@ -82,6 +83,8 @@ def load_drafter(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    acceptance: Relaxed | str | None = None,
+    draft_vocab: Tensor | Sequence[int] | None = None,
     **drafting_options: Any,
 ) -> Drafter:
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
@@ -98,6 +101,9 @@ def load_drafter(
         dtype: dtype of the drafter; None for the target's, or without a target the checkpoint's.
         device: device of the drafter; None for the target's, or without a target the CPU.
         cache_dir: cache folder of the Hub client.
+        acceptance: None for output that is the target's own; see `Drafter.acceptance` for what is not.
+        draft_vocab: ids of the target's most frequent tokens, as from `frequent_token_ids`: only these are drafted, so
+            that the drafter's head is smaller (FR-Spec). None for all.
         **drafting_options: drafting options, such as `method` and `tree_budget`; for a list, those of the merged
             drafter.
 
@@ -107,6 +113,15 @@ def load_drafter(
             out of range; the drafter does not fit the target.
         TypeError: `target` is not a model.
     """
+    if acceptance_rule(acceptance) is not None or draft_vocab is not None:
+        drafter = load_drafter(
+            path_or_repo, target, revision=revision, token=token, local_files_only=local_files_only, dtype=dtype,
+            device=device, cache_dir=cache_dir, **drafting_options,
+        )  # fmt: skip
+        drafter.acceptance = acceptance
+        if draft_vocab is not None:
+            drafter.restrict_vocabulary(draft_vocab)
+        return drafter
     if isinstance(path_or_repo, (list, tuple)):
         if revision is not None:
             raise ValueError(

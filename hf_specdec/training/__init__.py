@@ -8,6 +8,8 @@ from hf_specdec.training.causal_lm import DistillationStep
 from hf_specdec.training.dflash import DFlashStep
 from hf_specdec.training.dspark import DSparkStep
 from hf_specdec.training.eagle3 import Eagle3Step
+from hf_specdec.training.medusa import MedusaStep
+from hf_specdec.training.parallel_heads import ParallelHeadsStep
 from hf_specdec.training.specblock import SpecBlockStep
 from hf_specdec.training.specbound import SpecBoundStep
 from hf_specdec.training.trainer import DrafterTrainer
@@ -18,6 +20,8 @@ __all__ = [
     "DistillationStep",
     "DrafterTrainer",
     "Eagle3Step",
+    "MedusaStep",
+    "ParallelHeadsStep",
     "SpecBlockStep",
     "SpecBoundStep",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,7 +47,8 @@ class ConversationSource(Source):
             max_length=options.max_length,
             seed=options.seed,
         )
-        self.work_dir = options.work_dir
+        self.work_dir, self.mix, self.sources = options.work_dir, options.mix, options.data
+        self.seed = options.seed
         self.excluded = [
             list(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
             for conversation in (read_conversations(options.exclude) if options.exclude is not None else [])
@@ -68,7 +70,7 @@ class ConversationSource(Source):
     @property
     def identity(self) -> list[str]:
         settings = hashlib.sha256(
-            repr((self.settings, [*self.unanswered.values()], self.excluded)).encode()
+            repr((self.settings, [*self.unanswered.values()], self.excluded, *(self.mix or ()))).encode()
         ).hexdigest()
         return [documents_hash(self.documents), settings]
 
@@ -80,9 +82,11 @@ class ConversationSource(Source):
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
         folders = list(self.answered)
+        place = {str(folder): folder for folder in folders}  # of the answers of each source
         for source, conversations in self.unanswered.items():
             name = hashlib.sha256(repr((source, conversations, self.settings)).encode()).hexdigest()[:12]
             folders.append(self.work_dir / f"answers-{name}")
+            place[source] = folders[-1]
             worker = (processes.process_index, processes.num_processes)
             write_answers(
                 target,
@@ -94,7 +98,8 @@ class ConversationSource(Source):
                 worker=worker,
             )
         processes.wait_for_everyone()
-        written = [row for folder in folders for row in read_answers(folder)]
+        order = [folders.index(place[source if source in place else str(Path(source))]) for source in self.sources]
+        written = [row | {"folder": index} for index, folder in enumerate(folders) for row in read_answers(folder)]
         answers, dropped = useful_answers(written, self.excluded)
         if dropped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
@@ -110,6 +115,8 @@ class ConversationSource(Source):
         splits: tuple[list[Any], list[Any]] = [], []
         for opening, row in zip(openings, answers, strict=True):
             splits[opening in held_out_openings].append(row)
+        if self.mix is not None:
+            splits = self._mixed(splits[0], order), splits[1]
         texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
         mode = trained_mode(self.tokenizer, texts) | {"chat_template": True}
         ended = sum(row["ended"] for row in answers) / len(answers)
@@ -119,11 +126,46 @@ class ConversationSource(Source):
             "rows_left_out": dropped,
             "tokens_written_by_target": sum(len(row["answer_ids"]) for row in answers),
             "share_of_rows_that_end": round(ended, 3),
+            **({} if self.mix is None else {"mix": self.mix, "rows_after_mixing": len(splits[0])}),
             "temperatures": sorted({value for recipe in recipes for value in recipe["temperatures"]}),
         }
         datasets = list(dict.fromkeys(recipe["dataset"] for recipe in recipes if recipe.get("dataset")))
         train, held_out = (_answer_rows(split) for split in splits)
         return Written(train, held_out, record, mode, ended, datasets)
+
+    def _mixed(self, rows: list[Any], order: Sequence[int]) -> list[Any]:
+        """As many rows of each source as give the shares of --mix, none twice; in their order.
+
+        Args:
+            rows: to choose from, with the number of their folder.
+            order: the folder of each share.
+        """
+        assert self.mix is not None
+        numbers = {folder: [at for at, row in enumerate(rows) if row["folder"] == folder] for folder in order}
+        counts = mixed_counts([len(numbers[folder]) for folder in order], self.mix)
+        if 0 in counts:
+            sizes = ", ".join(f"{source!r} {len(numbers[at])}" for source, at in zip(self.sources, order, strict=True))
+            raise ValueError(
+                f"--mix {' '.join(map(str, self.mix))} leaves a source without rows to train on; there are {sizes}. "
+                "Give more conversations of the smallest, or other shares."
+            )
+        draw = torch.Generator().manual_seed(self.seed)
+        chosen = []
+        for folder, count in zip(order, counts, strict=True):
+            picked = torch.randperm(len(numbers[folder]), generator=draw)[:count].tolist()
+            chosen += [numbers[folder][at] for at in picked]
+        return [rows[at] for at in sorted(chosen)]
+
+
+def mixed_counts(counts: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """How many of these rows give a mixture with these shares, as large as possible without using one twice.
+
+    Example:
+        >>> mixed_counts([1000, 90], [0.7, 0.3])
+        [210, 90]
+    """
+    largest = min(count / share for count, share in zip(counts, shares, strict=True))
+    return [min(count, round(largest * share)) for count, share in zip(counts, shares, strict=True)]
 
 
 def _opening_length(messages: Sequence[dict[str, str]]) -> int:

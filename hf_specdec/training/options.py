@@ -35,7 +35,7 @@ Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
 ShareBelow1 = Annotated[float, Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)]
 
 TEXT_ONLY = ("rows", "write_minutes", "writers", "prompt_tokens", "plain_share")
-DATA_ONLY = ("temperature", "max_length", "exclude")
+DATA_ONLY = ("temperature", "max_length", "exclude", "mix")
 
 
 def _rules(annotation: Any) -> Iterator[Rule]:
@@ -103,6 +103,11 @@ class TrainOptions(AnswerOptions):
         help="conversations that --data must not contain, such as those a drafter is measured on: rows that share 13 "
         "tokens in sequence with one are left out",
     )
+    mix: list[Positive] | None = HfArg(
+        default=None,
+        help="share of each source of --data in the rows that are trained on, in the same order; for a drafter that is "
+        "trained again: `--data old new --mix 0.7 0.3`; default: all rows",
+    )
     new_tokens: Count | None = HfArg(
         default=None, help="most tokens of a continuation or answer; default: 192, with --data 384"
     )
@@ -135,6 +140,11 @@ class TrainOptions(AnswerOptions):
         # HfArgumentParser gives a list any number of values.
         if len(self.prompt_tokens) != 2 or not self.prompt_tokens[0] <= self.prompt_tokens[1]:
             raise ValueError(f"argument --prompt-tokens: {self.prompt_tokens} must be MIN MAX with MIN <= MAX")
+        if self.mix is not None and len(self.mix) != len(self.data or ()):
+            raise ValueError(
+                f"argument --mix: {self.mix} has {len(self.mix)} shares for {len(self.data or ())} sources of --data: "
+                "give one for each"
+            )
         own, other, unused = ("text", "data", DATA_ONLY) if self.data is None else ("data", "text", TEXT_ONLY)
         for field in fields(self):
             default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.relaxed import acceptance_rule
 from hf_specdec.drafters.base import Drafter, always_drafting, check_is_drafter
 from hf_specdec.drafters.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
@@ -63,6 +65,10 @@ class LosslessReport:
             near tie.
         own_difference: how much the target's own logits of a token differ between two plain forwards that contain other
             tokens besides, in a precision in which rounding cannot explain it; None if they do not.
+        acceptance: the rule that is not lossless, if the drafter has one (`Drafter.acceptance`); "" otherwise.
+        first_tokens_distance: with such a rule, total variation distance between the tokens of sampled calls with and
+            without the drafter, the mean of the second to fifth token.
+        distance_of_plain: the same between two sets of plain calls: what the number of samples alone explains.
         left_out: what was not checked, and why.
         seconds: spent.
     """
@@ -79,6 +85,9 @@ class LosslessReport:
     precision: torch.dtype | None = None
     same_bits: bool = False
     own_difference: float | None = None
+    acceptance: str = ""
+    first_tokens_distance: float = 0.0
+    distance_of_plain: float = 0.0
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -122,8 +131,16 @@ class LosslessReport:
 
     @property
     def lossless(self) -> bool:
-        """The verdict. No drafter is lossless for a target whose own logits depend on what else is in a forward."""
-        return self.own_difference is None and self.greedy and self.sampled and self.verified
+        """The verdict. No drafter is lossless for a target whose own logits depend on what else is in a forward.
+
+        Nor is one with an acceptance rule that is not lossless, even if it changed nothing in this run.
+        """
+        return not self.acceptance and self.own_difference is None and self.greedy and self.sampled and self.verified
+
+    @property
+    def exact_match(self) -> float:
+        """Share of the prompts whose greedy continuation is the target's, token for token."""
+        return 1 - len(self.differences) / self.num_prompts if self.num_prompts else 1.0
 
     def __bool__(self) -> bool:
         return self.lossless
@@ -150,7 +167,15 @@ class LosslessReport:
                 f"{difference.top2_gap:.2g}); rounding changes logits by {difference.rounding:.2g}: "
                 f"{self._kind_of(difference)}"
             )
-        lines += self._sampling_lines()
+        if self.acceptance:
+            lines += [
+                f"  rule     acceptance={self.acceptance} accepts tokens that the target did not choose",
+                f"  match    {self.exact_match:.0%} of the greedy continuations are the target's own",
+                f"  distance of the first sampled tokens from the target's distribution (total variation): "
+                f"{self.first_tokens_distance:.3f}; between two sets of plain samples: {self.distance_of_plain:.3f}",
+            ]
+        else:
+            lines += self._sampling_lines()
         if self.replays:
             lines += self._logit_lines()
         lines += [f"  left out {part}" for part in self.left_out]
@@ -270,7 +295,12 @@ def verify_lossless(
             )
         _compare_greedy(report, model, drafter, inputs, max_new_tokens, precision, began + max_time_s / 2)
         torch.manual_seed(seed)
-        _test_sampled(report, model, drafter, inputs, precision, began + max_time_s)
+        if (rule := acceptance_rule(drafter.acceptance)) is not None:
+            report.acceptance = repr(rule)
+            _measure_distance(report, model, drafter, inputs[0])
+            report.left_out.append("the acceptance rule and the logits of trees: they are checked of lossless rules")
+        else:
+            _test_sampled(report, model, drafter, inputs, precision, began + max_time_s)
     report.seconds = time.perf_counter() - began
     if verbose:
         print(report)
@@ -361,6 +391,38 @@ def _compare_greedy(
         if plain != assisted:
             report.differences[index] = first_difference(model, prompt, plain, assisted, precision or nullcontext)
     report.mean_acceptance_length = committed / rounds if rounds else 0.0
+
+
+FIRST_TOKENS, SAMPLES = 5, 256  # of sampled calls, whose distance is measured
+
+
+def _measure_distance(report: LosslessReport, model: PreTrainedModel, drafter: Drafter, prompt: Prompt) -> None:
+    """Compares sampled tokens with and without the drafter; the first one is the target's own in any case."""
+    config = settings(
+        model, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, top_p=1.0, max_new_tokens=FIRST_TOKENS
+    )  # fmt: skip
+    rows = SAMPLES if not prompt.more else 1
+    given = {"attention_mask": torch.ones_like(prompt.ids), **prompt.more}
+
+    def sampled(assistant: Drafter | None) -> Tensor:
+        parts = []
+        for _ in range(SAMPLES // rows):
+            text = model.generate(
+                prompt.ids, generation_config=config, assistant_model=assistant, num_return_sequences=rows, **given
+            )[:, prompt.ids.shape[1] :]
+            parts.append(torch.nn.functional.pad(text, (0, FIRST_TOKENS - text.shape[1]), value=-1))
+        return torch.cat(parts)[:, 1:]
+
+    def distance(one: Tensor, other: Tensor) -> float:
+        apart = 0.0
+        for column in range(one.shape[1]):
+            counts = [Counter(each[:, column].tolist()) for each in (one, other)]
+            apart += sum(abs(counts[0][token] - counts[1][token]) for token in counts[0] | counts[1]) / 2
+        return apart / one.numel()
+
+    plain = sampled(None)
+    report.first_tokens_distance = distance(sampled(drafter), plain)
+    report.distance_of_plain = distance(sampled(None), plain)
 
 
 def _test_sampled(

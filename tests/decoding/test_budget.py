@@ -22,6 +22,7 @@ from tests.methods import METHODS
 from tests.targets import PROMPTS, make_target
 
 TREE_METHODS = ["ddtree", "causal_lm_tree", "eagle3", "medusa", "ngram", "specblock"]
+FEATURE_METHODS = ["dspark", "dflash2", "eagle", "gemma4_assistant", "mtp", "parallel_heads", "peagle"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
@@ -66,7 +67,7 @@ def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("method", TREE_METHODS)
+@pytest.mark.parametrize("method", [*TREE_METHODS, *FEATURE_METHODS])
 def test_drafts_after_skipped_rounds_equal_those_of_a_call_that_always_drafts(
     method: str, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

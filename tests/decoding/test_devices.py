@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import attention, devices
+from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.devices import Abilities, abilities
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.growth import level_tree
 from hf_specdec.hub.loading import usable_device
 from tests.methods import METHODS
@@ -58,6 +61,13 @@ def test_trees_are_those_of_the_papers_algorithm_where_there_is_no_float64(apple
     level, heap = level_tree(roots, logits, 24), heap_tree(roots, logits, 24)
     for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
         assert torch.equal(getattr(level, name), getattr(heap, name)), name
+
+
+def test_a_node_that_is_none_is_not_accepted_on_a_device_either() -> None:
+    tree = DraftTree.from_parents(torch.tensor([[7, 1, 1]]), torch.tensor([[-1, 0, 0]]), max_depth=1)
+    tree = dataclasses.replace(tree, valid=torch.tensor([[True, False, True]]))
+    path, num_accepted, bonus_ids = follow(tree, torch.tensor([[1, 9, 5]]))
+    assert (path.tolist(), num_accepted.tolist(), bonus_ids.tolist()) == ([[0, 2]], [1], [5])
 
 
 def test_a_device_without_a_rule_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

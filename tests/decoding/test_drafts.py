@@ -195,6 +195,7 @@ def in_float64(drafter: Drafter) -> Drafter:
     return drafter.to(torch.float64) if isinstance(drafter, torch.nn.Module) else drafter
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_a_row_drafts_the_same_alone_and_in_a_ragged_batch(target: PreTrainedModel, method: str) -> None:
     prompts = PROMPTS["ragged batch of three"]()
@@ -232,6 +233,7 @@ def test_generator_is_closed_after_an_error(target: PreTrainedModel) -> None:
     assert not hooks
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_are_removed_from_the_target(target: PreTrainedModel, method: str) -> None:
     target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=METHODS[method](target))

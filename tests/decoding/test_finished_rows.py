@@ -59,7 +59,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.each_value
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
 @pytest.mark.parametrize("method", METHODS)
 def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: str, batches: list[int]) -> None:
@@ -143,7 +143,7 @@ def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> Non
     assisted = target.generate(**pair, **settings, assistant_model=drafter_of(method, target))
     assert assisted.tolist() == alone.tolist()
     # SpecBranch keeps all rows, and a tree of a noisy copy is right too often for a row to wait.
-    assert batches[-1] == 1 or method in ("specbranch", "causal_lm_tree")
+    assert batches[-1] == 1 or method in ("specbranch", "causal_lm_tree", "causal_lm_ssd")
 
 
 def test_cache_drops_rows_and_restores_them() -> None:

@@ -97,7 +97,7 @@ def test_embeddings_head_and_layers_in_8_bits(method: str) -> None:
     check(int8(target), drafter)
 
 
-@pytest.mark.each_value
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize("method", SHARING)
 def test_offloaded_targets(method: str, place: str, tmp_path: Path) -> None:

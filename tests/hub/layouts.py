@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
+from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
@@ -29,6 +30,7 @@ from tests.methods import (
     make_dflash,
     make_dflash2,
     make_dspark,
+    make_eagle,
     make_eagle3,
     make_gemma4_assistant,
     make_peagle,
@@ -77,6 +79,19 @@ def as_safeailab(drafter: Eagle3Drafter, **fields: Any) -> tuple[Fields, Tensors
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
     if drafter.config.maps_vocabulary:
         tensors["t2d"] = target_to_draft(drafter)
+    return {name: value for name, value in (config | fields).items() if value is not None}, tensors
+
+
+def as_safeailab_eagle(drafter: EagleDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    """EAGLE-1 and 2: fields of biases and norms are those of the target, whatever the tensors are."""
+    config = shape_of(drafter.config) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "bias": drafter.config.bias,
+        "attention_bias": False,
+    }
+    tensors = dict(drafter.state_dict()) | {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     return {name: value for name, value in (config | fields).items() if value is not None}, tensors
 
 
@@ -332,6 +347,7 @@ def rope(theta: float) -> Fields:
 
 
 SAFE = {"format": "EAGLE-3 (SafeAILab)", "make": make_eagle3, "write": as_safeailab}
+SAFE_EAGLE = {"format": "EAGLE-1 and EAGLE-2", "make": make_eagle, "write": as_safeailab_eagle}
 FORGE = {"format": "EAGLE-3 (SpecForge)", "make": make_eagle3, "write": as_specforge}
 SPEC = {"format": "EAGLE-3 (speculators)", "make": make_eagle3, "write": as_speculators_eagle3}
 SPEC_PEAGLE = {"format": "P-EAGLE (speculators)", "make": make_peagle, "write": as_speculators_peagle}
@@ -455,6 +471,16 @@ CASES = {
     ),
     "safeailab, full vocabulary, known by its tensors": Case(
         **SAFE, ours=DEFAULT_TAPS | {"draft_vocab_size": None}, written={"draft_vocab_size": None}
+    ),
+    "eagle, a bias of fc, in a pickle": Case(**SAFE_EAGLE, file="pytorch_model.bin"),
+    "eagle, no bias, a rotary base": Case(
+        **SAFE_EAGLE, ours={"bias": False} | rope(500.0), written={"rope_theta": 500.0}
+    ),
+    "eagle, biases of queries, keys and values, as in Qwen2": Case(
+        **SAFE_EAGLE, ours={"attention_bias": True, "output_bias": False}
+    ),
+    "eagle, a norm before the attention, embeddings, no field of the bias": Case(
+        **SAFE_EAGLE, ours={"norm_before_attention": True, "own_embeddings": True}, written={"bias": None}
     ),
     "safeailab, own embeddings": Case(**SAFE, ours=DEFAULT_TAPS | {"own_embeddings": True}),
     # A2: layer ids are outputs of layers. A6: norm_output is the norm before the head, on by default.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -347,11 +347,21 @@ def test_medusa_heads_without_matrices_use_the_targets(target: PreTrainedModel, 
     assert run(target, load_drafter(tmp_path, target, tree_budget=9)) == run(target, drafter)
 
 
-def test_language_model_with_medusa_heads_raises(target: PreTrainedModel, tmp_path: Path) -> None:
-    tensors = as_medusa(make_medusa(target), "medusa_head.") | {"model.norm.weight": torch.ones(32)}
-    save(tmp_path, {"medusa_num_heads": 3, "model_type": "llama"}, tensors)
-    with pytest.raises(ValueError, match=r"a whole language model and Medusa heads \(Medusa-2\)"):
-        load_drafter(tmp_path)
+def test_heads_in_the_files_of_their_own_target_load_beside_it(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Medusa-2: transformers loads the model, and leaves the heads out; they are a drafter for it."""
+    heads = make_medusa(target)
+    config = json.loads(target.config.to_json_string()) | {
+        "architectures": ["LlamaForCausalLM"], "medusa_num_heads": 2, "base_model_name_or_path": "owner/base",
+    }  # fmt: skip
+    save(tmp_path, config, {**target.state_dict(), **as_medusa(heads, "medusa_head.")})
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=target.dtype).eval()
+    with pytest.warns(
+        UserWarning, match=r"Medusa-2\).*fit only that model, so load the target from the same checkpoint"
+    ):
+        loaded = load_drafter(tmp_path, own, tree_budget=9)
+    assert loaded.config.target_name_or_path is None
+    assert len(loaded.heads) == 3
+    assert run(own, loaded) == run(target, heads)
 
 
 def test_medusa_heads_with_a_gap_raise(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ SHAPES = {
     "specbound": ["--exit-layers", "2", "--lora-rank", "4", "--draft-vocab-size", "200"],
     "eagle3": ["--taps", "0", "1", "2", "--passes", "3", "--draft-vocab-size", "200"],
     "causal_lm": ["--layers", "2", "--draft-vocab-size", "200"],
+    "medusa": ["--heads", "2"],
+    "parallel_heads": ["--heads", "2"],
 }
 NEW_TOKENS = 12
 
@@ -103,7 +105,8 @@ def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) ->
     assert found["data"]["rows_written_by_target"] == 80
     assert found["data"]["temperatures"] == [0.0]
     assert found["chat_template"] is True
-    assert found["settings"]["draft_vocab_size"] == 200
+    if "--draft-vocab-size" in SHAPES[method]:
+        assert found["settings"]["draft_vocab_size"] == 200
     check_drafts(place / "drafter")
     answers = sorted((place / "work").glob("answers-*/answers-*.jsonl"))
     written = [file.stat().st_mtime_ns for file in answers]
@@ -149,6 +152,26 @@ def test_answers_that_were_written_before_are_trained_on_and_told_apart(place: P
     with pytest.raises(ValueError, match=r"answers in 'answers0' were not written by target 'target'"):
         main([*options, "--work-dir", "other"])
     assert not (place / "other").exists()
+
+
+def test_sources_are_mixed_in_the_shares_that_are_asked_for(place: Path) -> None:
+    """60 old conversations of 80 turns, of which 3 are held out, and 12 new ones."""
+    (place / "new.jsonl").write_text("".join(json.dumps(talk(f"while {number}:")) + "\n" for number in range(12)))
+    write.main(["--target", "target", "--data", "new.jsonl", "--output", "new", "--no-bf16",
+                "--max-new-tokens", str(NEW_TOKENS)])  # fmt: skip
+    for mix, new_share in ((["0.7", "0.3"], 0.3), (["3", "7"], 0.7)):
+        options = arguments("medusa")
+        options[options.index("--data") + 1 : options.index("--data") + 2] = ["talks.jsonl", "new", "--mix", *mix]
+        main(options)
+        found = record(place / "drafter")["data"]
+        assert found["mix"] == [float(share) for share in mix]
+        new = 11 - sum(found["rows_left_out"].values())  # all but the one held out are trained on, none of them twice
+        assert new > 8
+        assert found["rows_after_mixing"] == new + round(new / new_share * (1 - new_share))
+    with pytest.raises(SystemExit):
+        main([*options, "--mix", "1", "2", "3"])
+    with pytest.raises(ValueError, match="--mix 1.0 1000.0 leaves a source without rows to train on; there are 'talks"):
+        main([*options, "--mix", "1", "1000"])
 
 
 def test_card_names_the_datasets_of_the_hub_that_the_target_answered(place: Path, monkeypatch: Any) -> None:

@@ -235,6 +235,7 @@ class SpecBoundDrafter(PretrainedDrafter):
     config: SpecBoundConfig
     options_class = SpecBoundOptions
     mergeable = False
+    states_at_nodes = False
     options: SpecBoundOptions
     d2t: Tensor
     _no_split_modules: ClassVar = ["ExitHead"]

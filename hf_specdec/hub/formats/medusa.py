@@ -1,4 +1,4 @@
-"""Medusa-1 heads as FasterDecoding publishes them: a minimal config, and heads in a pickle or in safetensors.
+"""Medusa heads as FasterDecoding publishes them: a minimal config, and heads in a pickle or in safetensors.
 
 Tensors are `{head}.{layer}.linear.weight` and `.bias`, and `{head}.{layers}.weight`, with or without the prefix
 `medusa_head.`. Published configs give fewer heads than are stored, so the number of heads is that of the tensors.
@@ -8,6 +8,7 @@ Source: shared facts on formats, section 6; FasterDecoding/Medusa.
 from __future__ import annotations
 
 import re
+import warnings
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported
 from hf_specdec.hub.formats.keys import decoder
@@ -19,11 +20,15 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
     """Converts fields and tensor names of Medusa-1 heads; None before the headers of the weights are known."""
     if stored is None:
         return None  # the config has neither the hidden size nor the vocabulary size, and a wrong number of heads
-    if any(name.startswith("model.") for name in stored):
-        raise ValueError(
-            "The weights hold a whole language model and Medusa heads (Medusa-2), which fit only that model. Medusa-1 "
-            "heads, which are trained for an unchanged target, can be loaded."
+    own_model = any(name.startswith("model.") for name in stored)
+    if own_model:
+        warnings.warn(
+            "The weights hold a whole language model and Medusa heads that were trained with it (Medusa-2). The heads "
+            "are loaded; they fit only that model, so load the target from the same checkpoint: "
+            "AutoModelForCausalLM.from_pretrained(...), which leaves the heads out.",
+            stacklevel=2,
         )
+        stored = {name: tensor for name, tensor in stored.items() if name.startswith("medusa_head.")}
     names: dict[str, str] = {}
     heads: set[int] = set()
     layers = 0
@@ -51,7 +56,8 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
         "medusa_num_heads": len(heads),
         "medusa_num_layers": layers,
         "own_head": own_head,
-        "target_name_or_path": fields.get("base_model_name_or_path"),
+        # The base of Medusa-2 is the model that was trained further, not the target.
+        "target_name_or_path": None if own_model else fields.get("base_model_name_or_path"),
     }
     return Reading(ours, names)
 
@@ -60,7 +66,7 @@ MEDUSA = Format(
     "Medusa",
     "medusa",
     read,
-    # Medusa-2, refused by its tensors, has the config of a decoder.
+    # Medusa-2 has the config of a decoder.
     decoder("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers"),
     other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
     recognises=lambda config: "medusa_num_heads" in config,

@@ -319,6 +319,7 @@ def test_drafting_stops_where_the_draft_model_is_not_sure() -> None:
         assert (sure >= 0.2) == (length < len(chain)) or len(chain) == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("hedge", "more"), [(False, 5), (True, 5 + 5)])
 def test_more_branches_cost_entries_and_no_copies_of_the_text(hedge: bool, more: int) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()

@@ -1,0 +1,133 @@
+"""The Medusa-1 training step: heads on the frozen target's last state, each for one of the next tokens.
+
+The loss is the cross entropy with the tokens that the target wrote, of head k, from 1, with weight 0.8^k: later tokens
+are less certain. The blocks start at zero and the heads' matrices as the target's own, so that training begins with the
+target's prediction of the next token.
+Source: Medusa, arXiv 2401.10774, Section 2.2.1 (Medusa-1). Medusa-2, which trains the target too, changes its output
+and is not trained here. The drafter is in `hf_specdec/drafters/medusa.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
+
+from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.drafters.vocabulary import check_same_size
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.options import Count, Positive, TrainOptions
+from hf_specdec.training.recipe import Recipe, register_recipe
+from hf_specdec.training.source import Source
+from hf_specdec.training.step import StepOutput, TrainingStep
+
+
+def following_tokens(batch: Mapping[str, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """What heads on the state at each position have to predict: head i, from 0, the token i + 2 positions later.
+
+    Returns:
+        [batch, seq, heads] int64, and whether each is a token that the target wrote after a root that it wrote.
+    """
+    input_ids = batch["input_ids"]
+    width = input_ids.shape[1]
+    roots = torch.arange(1, width + 1, device=input_ids.device)  # after the state at each position
+    following = roots.unsqueeze(1) + 1 + torch.arange(heads, device=input_ids.device)  # [seq, heads]
+    starts = (roots >= batch["first_anchor"].unsqueeze(1)).unsqueeze(-1)
+    return input_ids[:, following.clamp(max=width - 1)], starts & (following < batch["length"][:, None, None])
+
+
+class MedusaStep(TrainingStep):
+    """Loss of one batch of rows for a `MedusaDrafter`.
+
+    Args:
+        drafter: the drafter to train.
+        target: the frozen target it drafts for.
+        decay: weight of each head relative to the previous one, and of the first; 0.8 in the paper.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or `decay` is out of range.
+    """
+
+    def __init__(self, drafter: MedusaDrafter, target: PreTrainedModel, *, decay: float = 0.8) -> None:
+        drafter.check_target(target)
+        if drafter.config.vocab_size is not None:
+            check_same_size(drafter, target, "training")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
+        self.drafter, self.decay = drafter, decay
+        self.reader = TargetReader(target, drafter.feature_layers(target))
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        states = self.reader.of_batch(batch).features.to(next(model.parameters()).dtype)
+        heads = self.drafter.config.medusa_num_heads
+        labels, labelled = following_tokens(batch, heads)
+        used = labelled.any(-1)
+        logits = model(states[used], self.reader.lm_head)  # [positions, heads, vocab]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[used].flatten(), reduction="none"
+        ).view(-1, heads)  # fmt: skip
+        seen = labelled[used]
+        weights = self.decay ** torch.arange(1, heads + 1, device=losses.device)
+        means = (losses * seen).sum(0) / seen.sum(0).clamp(min=1)
+        correct = torch.zeros_like(labelled)
+        correct[used] = (logits.detach().argmax(-1) == labels[used]) & seen
+        return StepOutput((weights * means).sum(), correct, labelled)
+
+
+@torch.no_grad()
+def new_drafter(
+    target: PreTrainedModel, *, num_heads: int = 5, num_layers: int = 1, own_head: bool = True
+) -> MedusaDrafter:
+    """Heads for a target that begin with the target's prediction of the next token.
+
+    Args:
+        target: the model to draft for.
+        num_heads: of the drafter.
+        num_layers: residual blocks of each.
+        own_head: whether each head has its own output matrix, a copy of the target's; if not, all use the target's.
+    """
+    config = target.config.get_text_config(decoder=True)
+    drafter = MedusaDrafter(
+        MedusaConfig(
+            vocab_size=target.get_input_embeddings().num_embeddings,
+            hidden_size=config.hidden_size,
+            medusa_num_heads=num_heads,
+            medusa_num_layers=num_layers,
+            own_head=own_head,
+            target_name_or_path=target.name_or_path or None,
+        )
+    )
+    head: Any
+    for head in drafter.heads:
+        for block in head.blocks:
+            block.linear.weight.zero_()
+            block.linear.bias.zero_()
+        if own_head:
+            output: Any = target.get_output_embeddings()
+            head.lm_head.weight.copy_(output.weight)
+    return drafter
+
+
+@dataclass(kw_only=True)
+class MedusaOptions(TrainOptions):
+    """Options of the training command for Medusa."""
+
+    heads: Count = HfArg(default=5, help="heads, one for each of the tokens after the next")
+    head_layers: Count = HfArg(default=1, help="residual blocks of a head")
+    share_head: bool = HfArg(default=False, help="all heads use the target's output matrix, instead of copies of it")
+    decay: Positive = HfArg(default=0.8, help="weight of each head relative to the previous one")
+
+
+def _prepare(options: MedusaOptions, target: PreTrainedModel, source: Source) -> tuple[MedusaDrafter, MedusaStep]:
+    drafter = new_drafter(
+        target, num_heads=options.heads, num_layers=options.head_layers, own_head=not options.share_head
+    )
+    return drafter, MedusaStep(drafter, target, decay=options.decay)
+
+
+register_recipe(Recipe("medusa", MedusaOptions, _prepare))

@@ -1,0 +1,115 @@
+"""The training step of parallel heads: the frozen target's trunk, and a head for each token after the next.
+
+The loss is the sum of the heads' cross entropies with the tokens that the target wrote. A head begins as a copy of the
+target's last layer, which is the paper's head for the next token, where the two have the same tensors.
+Source: Gloeckle et al., arXiv 2404.19737, Section 2, which trains the trunk with the heads; here it stays the target's.
+The drafter is in `hf_specdec/drafters/parallel_heads.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
+
+from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
+from hf_specdec.drafters.vocabulary import check_same_size
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.medusa import following_tokens
+from hf_specdec.training.options import Count
+from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.source import Source
+from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.vocabulary import copy_final_norm
+
+
+class ParallelHeadsStep(TrainingStep):
+    """Loss of one batch of rows for a `ParallelHeadsDrafter`.
+
+    Args:
+        drafter: the drafter to train.
+        target: the frozen target it drafts for.
+
+    Raises:
+        ValueError: the drafter does not fit the target.
+    """
+
+    def __init__(self, drafter: ParallelHeadsDrafter, target: PreTrainedModel) -> None:
+        drafter.check_target(target)
+        check_same_size(drafter, target, "training")
+        self.drafter = drafter
+        self.reader = TargetReader(target, drafter.feature_layers(target))
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        states = self.reader.of_batch(batch).features.to(next(model.parameters()).dtype)
+        heads, (rows, width) = self.drafter.config.num_parallel_heads, batch["input_ids"].shape
+        positions = torch.arange(width, device=states.device).expand(rows, -1)
+        outputs = model(None, states, positions, is_causal=True).unflatten(-1, (heads, -1))
+        labels, labelled = following_tokens(batch, heads)
+        losses, correct = [], torch.zeros_like(labelled)
+        for head in range(heads):
+            seen = labelled[..., head]
+            logits = self.reader.head(outputs[:, :, head][seen])
+            chosen = labels[..., head][seen]
+            losses.append(nn.functional.cross_entropy(logits, chosen, reduction="sum") / seen.sum().clamp(min=1))
+            correct[..., head][seen] = logits.detach().argmax(-1) == chosen
+        return StepOutput(torch.stack(losses).sum(), correct, labelled)
+
+
+@torch.no_grad()
+def new_drafter(
+    target: PreTrainedModel, *, num_heads: int = 3, trunk_layer: int | None = None, intermediate_size: int | None = None
+) -> ParallelHeadsDrafter:
+    """Heads for a target, which begin as copies of its last layer where that has the same tensors.
+
+    Args:
+        target: the model to draft for.
+        num_heads: of the drafter.
+        trunk_layer: target layer to read; None for the second to last.
+        intermediate_size: of the MLPs; None for the target's.
+    """
+    last = list(decoder_layers(target))[-1].state_dict()
+    drafter = ParallelHeadsDrafter(
+        ParallelHeadsConfig(
+            num_parallel_heads=num_heads,
+            trunk_layer=trunk_layer,
+            qk_norm="self_attn.q_norm.weight" in last,
+            attention_bias="self_attn.q_proj.bias" in last,
+            **decoder_shape(target, intermediate_size),
+        )
+    )
+    copy_final_norm(drafter.norm.weight, target)
+    for head in drafter.heads:
+        own = head.state_dict()
+        if all(name in last and last[name].shape == tensor.shape for name, tensor in own.items()):
+            head.load_state_dict({name: last[name] for name in own})
+    return drafter
+
+
+@dataclass(kw_only=True)
+class ParallelHeadsOptions(ShapeOptions):
+    """Options of the training command for parallel heads; of `taps` the first one is read."""
+
+    heads: Count = HfArg(default=3, help="heads, one for each of the tokens after the next")
+
+
+def _prepare(
+    options: ParallelHeadsOptions, target: PreTrainedModel, source: Source
+) -> tuple[ParallelHeadsDrafter, ParallelHeadsStep]:
+    if options.taps is not None and len(options.taps) != 1:
+        raise ValueError(f"argument --taps: {options.taps} must be one layer, which all heads read")
+    drafter = new_drafter(
+        target,
+        num_heads=options.heads,
+        trunk_layer=None if options.taps is None else options.taps[0],
+        intermediate_size=options.intermediate_size,
+    )
+    return drafter, ParallelHeadsStep(drafter, target)
+
+
+register_recipe(Recipe("parallel_heads", ParallelHeadsOptions, _prepare))

@@ -1,0 +1,82 @@
+"""Medusa-1 training: what each head learns, by hand, and a short run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_specdec.training.medusa import MedusaStep, new_drafter
+from hf_specdec.training.trainer import DrafterTrainer
+from tests.targets import fresh_target, make_target
+
+WIDTH = 14
+
+
+def row(first_anchor: int, length: int = WIDTH) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (1, WIDTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "first_anchor": torch.tensor([first_anchor]), "length": torch.tensor([length])}
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+def test_head_k_learns_the_token_k_after_the_root_with_weight_decay_to_the_k(own_head: bool) -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    torch.manual_seed(1)
+    drafter = new_drafter(target, num_heads=3, own_head=own_head)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    batch = row(first_anchor=5, length=12)
+    output = MedusaStep(drafter, target, decay=0.5)(drafter, batch, training=True)
+    states = target.model(batch["input_ids"]).last_hidden_state[0]
+    ids = batch["input_ids"][0]
+    expected = 0.0
+    for head in range(3):
+        values = []
+        for root in range(5, 12):
+            if root + 1 + head < 12:
+                logits = drafter(states[root - 1][None], target.lm_head)[0, head]
+                label = ids[root + 1 + head]
+                values.append(-logits.log_softmax(-1)[label].item())
+                assert bool(output.correct[0, root - 1, head]) == bool(logits.argmax() == label)
+                assert bool(output.labelled[0, root - 1, head])
+        assert int(output.labelled[..., head].sum()) == len(values)
+        expected += 0.5 ** (head + 1) * sum(values) / len(values)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_new_drafter_predicts_the_next_token_as_the_target_does() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    ids = row(1)["input_ids"]
+    states, logits = target.model(ids).last_hidden_state[0], target(ids).logits[0]
+    drafted = new_drafter(target, num_heads=2)(states, None)
+    for head in range(2):
+        torch.testing.assert_close(drafted[:, head], logits)
+
+
+def test_a_short_run_learns_what_is_then_drafted(tmp_path: Path) -> None:
+    model = fresh_target(dtype=torch.float32, attention="sdpa")
+    ids = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(1))
+    rows = model.generate(ids, max_new_tokens=24, do_sample=False)
+    data = [{"input_ids": own, "first_anchor": torch.tensor(6), "length": torch.tensor(30)} for own in rows]
+    drafter = new_drafter(model, num_heads=3)
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=120, per_device_train_batch_size=4, learning_rate=5e-3, use_cpu=True,
+        save_strategy="no", report_to="none",
+    )  # fmt: skip
+    trainer = DrafterTrainer(drafter, MedusaStep(drafter, model), settings, train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < before["eval_loss"]
+    assert after["eval_accepted_length"] > before["eval_accepted_length"] + 1
+    assisted = model.generate(ids[:1], assistant_model=drafter.eval(), max_new_tokens=24, do_sample=False)
+    assert torch.equal(assisted, rows[:1])
+    assert drafter.stats.mean_acceptance_length > 2
+
+
+def test_what_cannot_be_trained_raises() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    with pytest.raises(ValueError, match=r"decay=1\.5 must be above 0 and at most 1"):
+        MedusaStep(new_drafter(target), target, decay=1.5)

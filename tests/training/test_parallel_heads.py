@@ -1,0 +1,91 @@
+"""Parallel heads: each reads the trunk and predicts its own token; training by hand, and a short run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_specdec.training.parallel_heads import ParallelHeadsStep, new_drafter
+from hf_specdec.training.trainer import DrafterTrainer
+from tests.targets import fresh_target, make_target
+from tests.training.test_medusa import row
+from tests.watched import Watched
+
+
+def test_head_k_learns_the_token_k_after_the_root_from_the_trunk() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    torch.manual_seed(1)
+    drafter = new_drafter(target, num_heads=2)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    batch = row(first_anchor=5, length=12)
+    output = ParallelHeadsStep(drafter, target)(drafter, batch, training=True)
+    ids = batch["input_ids"]
+    trunk = target.model(ids, output_hidden_states=True).hidden_states[-2]
+    expected = 0.0
+    for head in range(2):
+        values = []
+        for root in range(5, 12):
+            if root + 1 + head < 12:
+                # The text up to the root alone: a head is causal.
+                alone = drafter(None, trunk[:, :root], torch.arange(root)[None], is_causal=True)[0, -1]
+                logits = target.lm_head(alone.view(2, -1)[head])
+                label = ids[0, root + 1 + head]
+                values.append(-logits.log_softmax(-1)[label].item())
+                assert bool(output.correct[0, root - 1, head]) == bool(logits.argmax() == label)
+        expected += sum(values) / len(values)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_new_head_is_the_targets_last_layer() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    ids = row(1)["input_ids"]
+    trunk = target.model(ids, output_hidden_states=True).hidden_states[-2]
+    outputs = new_drafter(target, num_heads=2)(None, trunk, torch.arange(ids.shape[1])[None], is_causal=True)
+    for head in outputs.unflatten(-1, (2, -1)).unbind(2):
+        torch.testing.assert_close(target.lm_head(head), target(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_in_batches_are_those_of_whole_texts() -> None:
+    target = make_target("llama", "sdpa", torch.float64)
+    torch.manual_seed(1)
+    drafter = new_drafter(target, num_heads=3).double()
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    drafter.set_options(method="dflash", tree_budget=8)
+    prompts = {"input_ids": torch.tensor([[0, 0, 5, 4, 9], [3, 7, 5, 2, 8]])}
+    prompts["attention_mask"] = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    watched = Watched(drafter)
+    target.generate(**prompts, max_new_tokens=10, do_sample=False, assistant_model=watched)
+    for each in watched.rounds:
+        for index in range(2):
+            text = torch.tensor(each.text(index)[2 if index == 0 else 0 : -1])
+            trunk = target.model(text[None], output_hidden_states=True).hidden_states[-2]
+            outputs = drafter(None, trunk, torch.arange(len(text))[None], is_causal=True)[0, -1]
+            expected = target.lm_head(outputs.view(3, -1)).argmax(-1)
+            assert each.tree.token_ids[index, 1:].tolist() == expected.tolist()
+
+
+def test_a_short_run_learns_what_is_then_drafted(tmp_path: Path) -> None:
+    model = fresh_target(dtype=torch.float32, attention="sdpa")
+    ids = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(1))
+    rows = model.generate(ids, max_new_tokens=24, do_sample=False)
+    data = [{"input_ids": own, "first_anchor": torch.tensor(6), "length": torch.tensor(30)} for own in rows]
+    drafter = new_drafter(model, num_heads=3)
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=120, per_device_train_batch_size=4, learning_rate=5e-3, use_cpu=True,
+        save_strategy="no", report_to="none",
+    )  # fmt: skip
+    step = ParallelHeadsStep(drafter, model)
+    trainer = DrafterTrainer(drafter, step, settings, train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < before["eval_loss"]
+    assert after["eval_accepted_length"] > before["eval_accepted_length"] + 1
+    assisted = model.generate(ids[:1], assistant_model=drafter.eval(), max_new_tokens=24, do_sample=False)
+    assert torch.equal(assisted, rows[:1])
+    assert drafter.stats.mean_acceptance_length > 2
