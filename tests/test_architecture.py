@@ -250,7 +250,7 @@ OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", 
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/specblock/modeling", "integration", "serving/transformers_server",
+        "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 
