@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, Starts
 from hf_specdec.drafters.specblock.quality import rank_classes
 from hf_specdec.training.passes import block_masks
@@ -395,7 +396,9 @@ def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_pa
     assert after["eval_accepted_length"] > before["eval_accepted_length"] + 0.3
     assert {f"eval_accuracy_{slot}" for slot in range(1, 7)} <= set(after)
     alone = target.generate(batch["input_ids"][:1, :5], max_new_tokens=18, do_sample=False)
-    assisted = target.generate(batch["input_ids"][:1, :5], max_new_tokens=18, do_sample=False, assistant_model=drafter)
+    settings: Any = {"max_new_tokens": 18, "do_sample": False, "assistant_model": drafter}
+    with always_drafting():
+        assisted = target.generate(batch["input_ids"][:1, :5], **settings)
     assert assisted.tolist() == alone.tolist()
     assert drafter.stats.mean_acceptance_length > 1.5
 
