@@ -89,7 +89,6 @@ def test_both_loops_give_the_tokens_of_plain_decoding(method: str, padded: bool)
     assert drafter.stats.num_draft_tokens > 0
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make", [gpt_neo, opt])
 @pytest.mark.parametrize("method", METHODS)
 def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
@@ -259,7 +258,6 @@ def test_layers_that_fail_level_by_level_are_named_and_chains_are_drafted(monkey
 REPLAYED = ["deepseek_v4", "doge", "inkling_text", "minimax"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", REPLAYED)
 @pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
 def test_caches_that_cannot_be_cropped_are_restored_and_replayed(right: Any, family: str) -> None:
@@ -290,7 +288,6 @@ def test_prompt_given_as_embeddings_does_not_run_again(family: str) -> None:
     assert drafter.stats.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", REPLAYED)
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "ngram"])
 def test_drafters_draft_chains_for_caches_that_cannot_be_cropped(method: str, family: str) -> None:
@@ -403,7 +400,6 @@ CONTINUED = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
 @pytest.mark.parametrize("family", CONTINUED)
 def test_turns_on_one_cache_equal_plain_decoding(family: str, right: Any) -> None:
@@ -445,7 +441,6 @@ def test_new_ids_alone_on_a_continued_cache_are_decoded_plainly() -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "causal_lm_chain", "ngram", "specbound"])
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.filterwarnings("ignore:.*nothing is drafted, because 'specbound' needs the ids of the prompt")
