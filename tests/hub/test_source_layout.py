@@ -107,7 +107,8 @@ def test_every_layout_is_written_as_it_was_read_and_drafts_the_same(
     check_same(source, exported)
     assert run(target, load_drafter(exported, target, **options)) == run(target, drafter)
 
-    key = "norm.weight"
+    # A drafter with the target's head may lack a norm before it.
+    key = "norm.weight" if "norm.weight" in loaded.state_dict() else "layers.0.post_attention_layernorm.weight"
     assert loaded.source_layout is not None
     (stored,) = [each for each in loaded.source_layout.tensors if each.own_name == key]
     with torch.no_grad():
