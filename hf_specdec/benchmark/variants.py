@@ -22,7 +22,7 @@ import hf_specdec
 from hf_specdec.decoding.packed import DTYPES, PackedLinears
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import with_whole_vocabulary
-from hf_specdec.drafters.registry import WEIGHTLESS, method_of
+from hf_specdec.drafters.registry import method_of, named_alone
 from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.loading import load_drafter
 
@@ -181,7 +181,7 @@ def discover(folder: Path, target: PreTrainedModel) -> tuple[list[Variant], dict
             variants += load(os.path.relpath(path), target)
         except (ValueError, OSError) as error:
             passed_over[path.name] = str(error)
-    for name in sorted(WEIGHTLESS):
+    for name in named_alone():
         variants += load(name, target)
     return variants, passed_over
 

@@ -38,6 +38,7 @@ class Drafter(ABC):
         options_class: the class of its drafting options.
         mergeable: whether its trees may be merged with those of other drafters: it needs only features of the target
             and the committed entries of its cache.
+        made_of: arguments of `load_drafter` without which a drafter of this name cannot be made.
         states_at_nodes: whether its verification gives the target's states at every node.
         options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
@@ -50,6 +51,7 @@ class Drafter(ABC):
     options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
     mergeable: ClassVar[bool] = True
     states_at_nodes: ClassVar[bool] = True
+    made_of: ClassVar[tuple[str, ...]] = ()
 
     # Classes of the host with a `generate` of their own (Whisper) expect one of every assistant; it has no effect.
     generation_config = GenerationConfig()

@@ -80,6 +80,7 @@ class RestDrafter(LookupDrafter):
     """
 
     options_class = RestOptions
+    made_of = ("datastore",)
     index: SuffixIndex
 
     def __init__(self, datastore: SuffixIndex | str | os.PathLike[str] | None = None, **drafting_options: Any) -> None:

@@ -115,6 +115,11 @@ def register(name: str, drafter: type[Any], **about: Any) -> None:
     _BY_CLASS[drafter] = method
 
 
+def named_alone() -> list[str]:
+    """Drafters without weights that `load_drafter` makes from their name, without further arguments."""
+    return sorted(name for name, drafter in WEIGHTLESS.items() if not getattr(drafter, "made_of", None))
+
+
 def register_marginal_method(name: str, make: Callable[[Any, Any], TreeCandidateGenerator]) -> None:
     """Registers a drafting method that uses per-position marginals, as `make(marginals, options)`.
 

@@ -118,6 +118,7 @@ class SSDDrafter(Drafter):
     options_class = SSDOptions
     options: SSDOptions
     mergeable = False
+    made_of = ("drafter",)
 
     def __init__(self, drafter: Drafter | None = None, **drafting_options: Any) -> None:
         if drafter is None:
@@ -267,6 +268,8 @@ class SSDGenerator(TreeCandidateGenerator):
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         self.prepared = []
+        if self.context is None:  # a round without a draft
+            return target.verify(tree, state.root_positions)
         plans = self._plans(tree.num_nodes)
         began = time.perf_counter()
         if not plans or self.host_loop is not None:
@@ -344,6 +347,7 @@ class SSDGenerator(TreeCandidateGenerator):
 
     def observe(self, committed: Committed) -> None:
         self.inner.observe(committed)
+        self.context = None
         if committed.tree is not None:
             self.ended = [tuple(tokens) for tokens in committed.tokens]
             self.ends.update(len(tokens) - 1 for tokens in committed.tokens if tokens)

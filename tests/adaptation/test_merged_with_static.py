@@ -39,7 +39,8 @@ def test_output_stays_the_targets_own_while_the_adaptive_source_learns(budget: A
     assert adaptive.adaptation.updates
     assert any(not torch.equal(weight, before[name]) for name, weight in weights_of(drafter).items())
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(static).items())
-    assert merged.stats.by_source["specblock 2"].num_drafts > 0
+    if budget != "auto":  # drafting that does not pay pauses, here too
+        assert merged.stats.by_source["specblock 2"].num_drafts > 0
 
 
 def test_it_records_the_part_of_the_path_that_it_has_proposed_itself() -> None:

@@ -19,7 +19,7 @@ from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
 from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PACKED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, register
+from hf_specdec.drafters.registry import WEIGHTLESS, named_alone, register
 from tests.methods import make_dflash
 from tests.scripted import right_for
 from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
@@ -178,8 +178,7 @@ def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_to
     assert main([*asked, *small]) == 0
     made = records.read(tmp_path / "report.jsonl")
     methods = {
-        "ngram",
-        "suffix",
+        *named_alone(),
         "ddtree",
         "dflash",
         "dspark",

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.benchmark import calls, variants
-from hf_specdec.drafters.registry import WEIGHTLESS
+from hf_specdec.drafters.registry import named_alone
 from tests.methods import make_dflash, make_medusa
 from tests.targets import fresh_target, make_target, one_prompt
 
@@ -38,7 +38,7 @@ def test_every_checkpoint_in_a_folder_gives_a_row_per_method_without_being_liste
     found, passed_over = variants.discover(folder, target)
     named = [variant.name for variant in variants.distinct(found)]
     assert sorted(named) == sorted(
-        ["dflash (a-drafter)", "ddtree (a-drafter)", "dflash (b-heads)", "ddtree (b-heads)", *WEIGHTLESS]
+        ["dflash (a-drafter)", "ddtree (a-drafter)", "dflash (b-heads)", "ddtree (b-heads)", *named_alone()]
     )
     assert list(passed_over) == ["broken"]
     assert "broken" in passed_over["broken"], "the reason names the folder"

@@ -27,6 +27,7 @@ from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.integration import hosts_loop
 from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
@@ -346,9 +347,10 @@ def test_the_bundled_pairs_give_the_tokens_of_plain_decoding_in_both_loops(
     # Without the line break, which is one token with the indentation that follows, and alone ends a text.
     prompt = tokenizer("def insert(items, value):", return_tensors="pt")
     alone = target.generate(**prompt, **GREEDY)
-    assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-    with hosts_loop():
+    with always_drafting():
         assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        with hosts_loop():
+            assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_accepted_draft_tokens > 0
 
 

@@ -22,6 +22,7 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.verification.precision import Raised
@@ -171,7 +172,8 @@ def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, metho
     else:
         drafter = CausalLMDrafter(draft_model)
         drafter.set_options(method=method)
-    assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    with always_drafting():
+        assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert assisted.tolist() == alone.tolist()
     stats = drafter.stats
     assert sum(stats.per_step_accepted[0][:-1]) > 0

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter, DFlashOptions
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
-from hf_specdec.drafters.registry import WEIGHTLESS
+from hf_specdec.drafters.registry import named_alone
 from tests.hub.loopback_hub import LoopbackHub
 from tests.methods import METHODS
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer
@@ -301,8 +301,8 @@ def test_device_that_is_not_here_raises_before_anything_is_read(device: Any) -> 
 def test_ngram_names_the_drafter_that_needs_no_checkpoint(
     hub: LoopbackHub, folder: Path, chdir: Callable[[Path], None]
 ) -> None:
-    for name in WEIGHTLESS:
-        assert load_drafter(name, tree_budget=3).options.tree_budget == 3
+    for name in named_alone():
+        assert load_drafter(name, same_bits=True).options.same_bits
         with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*load_drafter"):
             inspect_drafter(name)
         with pytest.raises(ValueError, match=f"revision='v1' was given for '{name}', which has no checkpoint"):

@@ -74,7 +74,7 @@ def test_drafts_are_those_of_transformers_own_decoding(
     assistant = assistant_of(window, **mixed)
     assistant.save_pretrained(tmp_path)
     assert inspect_drafter(tmp_path).problems == []
-    watched = Watched(load_drafter(tmp_path, target, method="dflash"))
+    watched = Watched(load_drafter(tmp_path, target, method="dflash", tree_budget=8))
     theirs: dict[tuple[int, ...], Tensor] = {}
     get_candidates = DFlashTokenCandidateGenerator.get_candidates
 
@@ -108,6 +108,7 @@ def test_drafter_is_saved_in_our_layout_and_loads_again(target: PreTrainedModel,
     assert [again.config.window(layer) for layer in range(2)] == [7, 7]
     accepted = []
     for one in (drafter, again):
+        one.set_options(tree_budget=8)
         target.generate(**one_prompt(), **SETTINGS, assistant_model=one)
         accepted.append(one.stats.per_step_accepted)
     assert accepted[0] == accepted[1]

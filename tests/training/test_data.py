@@ -235,7 +235,7 @@ def ragged_rows():
 
 def test_cached_states_are_those_of_each_row_alone_and_are_computed_once(tmp_path):
     # In float64, since batches round otherwise than single rows.
-    target = fresh_target(dtype=torch.float64)
+    target = fresh_target(attention="sdpa", dtype=torch.float64)
     rows = ragged_rows()
     reader = TargetReader(target, [2, 0], last_hidden=True)
     cached = cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float64)

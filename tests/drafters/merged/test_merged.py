@@ -80,7 +80,10 @@ def test_what_only_one_source_knows_is_accepted(target: PreTrainedModel) -> None
     assert max(merged.stats.per_step_accepted[0]) == 4
     first, second = (merged.stats.by_source[name] for name in ("stub 1", "stub 2"))
     rounds = merged.stats.num_spec_steps
-    assert second.num_accepted_tokens == merged.stats.num_accepted_draft_tokens
+    # A source may be left out of a round, by measured times; then the other one has proposed what was accepted.
+    accepted = merged.stats.num_accepted_draft_tokens
+    assert max(first.num_accepted_tokens, second.num_accepted_tokens) <= accepted
+    assert first.num_accepted_tokens + second.num_accepted_tokens >= accepted
     assert 0 < first.num_accepted_tokens <= rounds
     assert 0 < first.num_drafts <= rounds
     both = first.num_draft_tokens + second.num_draft_tokens
