@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only what we print ourselves.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = wide_console(100)
+    console = wide_console(120)
 
     def line(text: str) -> None:
         console.print(f"{elapsed():4.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)

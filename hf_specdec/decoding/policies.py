@@ -39,6 +39,7 @@ from hf_specdec.decoding.tree import DraftTree
 MOST_NODES = 64  # upper limit of "auto"
 FIRST_SIZES = (4, 0, 4, 0, 16)  # drafted nodes of the first rounds, to measure how the time depends on them
 DEAR = 3.0  # the last of them is left out if such a round may take more than this many plain ones
+DEAR_TRY = 2.0  # in plain rounds: with small drafts dearer than this, a new call does not begin with a try
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
 
 
@@ -70,6 +71,11 @@ class RoundTimes:
         """Seconds of a round without a draft; None before one was measured."""
         # The lower median, because the first rounds of a process are slow.
         return statistics.median_low(self._skipped) if self._skipped else None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a round with a draft was measured."""
+        return bool(self._points)
 
     @property
     def line(self) -> tuple[float, float]:
@@ -166,6 +172,14 @@ class Pauses:
         self._tokens = self._seconds = 0.0
         self._credit = self.CREDIT
 
+    def begin_call(self, is_dear: bool) -> None:
+        """A new text may be of another kind: drafting is tried again at once, unless its rounds are dear."""
+        if not is_dear:
+            self._balance = max(self._balance, 0.0)
+            if not self.drafting:
+                self.probing = True
+                self.resume()
+
     def note_skipped(self) -> None:
         """Records a round without a draft."""
         self._save(self.MAY_LOSE)
@@ -235,6 +249,11 @@ class BudgetKnowledge:
         self.curve: list[float] = []
         # Sizes of recent trees after the cut; doubled if the tree was not cut.
         self.recent: deque[int] = deque([FIRST_SIZES[-1]], maxlen=8)
+
+    def begin_call(self) -> None:
+        """Decides whether the first rounds of a call draft."""
+        least = FIRST_SIZES[0]
+        self.pauses.begin_call(self.times.has_drafts and self.times.of(least) > DEAR_TRY * (self.times.skipped or 0))
 
     @property
     def first_size(self) -> int | None:
@@ -371,6 +390,7 @@ class AutoBudget(Always):
 
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
         self.knowledge, self.stats = knowledge, stats
+        knowledge.begin_call()
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
         self._fewer_rows = False
         self._began = 0.0  # of the latest round
