@@ -37,6 +37,7 @@ from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.calls import keep_faster_number_type
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.benchmark.variants import Variant
+from hf_specdec.decoding.packed import can_pack
 from hf_specdec.visualize import Trace, terminal_text
 
 # A row each; with --all the others, too.
@@ -86,7 +87,7 @@ def variants_of(
         everything: all bundled drafters, all look-ups and assisted generation, not only the first ones.
     """
     bundled = drafters is None and folder is not None
-    found = [Variant(PLAIN, "plain"), *([Variant(PACKED, "packed")] if variants.can_pack(model) else [])]
+    found = [Variant(PLAIN, "plain"), *([Variant(PACKED, "packed")] if can_pack(model) else [])]
     if draft_model is None and bundled and everything and (folder / "draft-lm").is_dir():
         draft_model = str(folder / "draft-lm")
     if draft_model is not None:

@@ -132,17 +132,8 @@ def make_eagle(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Ea
     options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {
         name: settings.pop(name) for name in names if name in settings
     }
-    hidden = target.config.hidden_size
-    shape = {
-        "vocab_size": target.get_input_embeddings().num_embeddings,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-    }
     torch.manual_seed(seed)
-    drafter = EagleDrafter(EagleConfig(**shape | settings)).eval()
+    drafter = EagleDrafter(EagleConfig(**_llama_shape(target) | settings)).eval()
     drafter.set_options(**options)
     return drafter
 
@@ -156,21 +147,23 @@ def make_peagle(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> P
     return drafter
 
 
+def _llama_shape(target: PreTrainedModel) -> dict[str, Any]:
+    """Of a random drafter whose layers are those of Llama."""
+    hidden = target.config.hidden_size
+    return {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    }
+
+
 def _of_eagles_kind(kind: Any, target: PreTrainedModel, seed: int, settings: dict[str, Any]) -> Any:
-    hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
-    config = kind.config_class(
-        **{
-            "vocab_size": vocab,
-            "draft_vocab_size": vocab // 2,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "target_layer_ids": [0, 2],
-            "initializer_range": 0.3,
-        }
-        | settings
-    )
+    shape = _llama_shape(target)
+    own = {"draft_vocab_size": shape["vocab_size"] // 2, "target_layer_ids": [0, 2]}
+    config = kind.config_class(**shape | own | settings)
     torch.manual_seed(seed)
     drafter = kind(config).eval()
     if config.maps_vocabulary:
@@ -299,16 +292,7 @@ def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> M
 def make_parallel_heads(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> ParallelHeadsDrafter:
     """Random parallel heads that fit `target`; `settings` as for `make_dflash`."""
     options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
-    hidden = target.config.hidden_size
-    shape = {
-        "vocab_size": target.get_input_embeddings().num_embeddings,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_parallel_heads": 3,
-        "initializer_range": 0.3,
-    }
+    shape = _llama_shape(target) | {"num_parallel_heads": 3}
     torch.manual_seed(seed)
     drafter = ParallelHeadsDrafter(ParallelHeadsConfig(**shape | settings)).eval()
     drafter.set_options(**options)

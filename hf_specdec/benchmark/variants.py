@@ -19,7 +19,7 @@ from typing import Any, Literal
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.decoding.packed import DTYPES, PackedLinears
+from hf_specdec.decoding.packed import PackedLinears, can_pack
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.registry import method_of, named_alone
@@ -88,11 +88,6 @@ def baselines(target: PreTrainedModel, backend: str = "inductor") -> list[Varian
         *packed,
         Variant(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
     ]
-
-
-def can_pack(target: PreTrainedModel) -> bool:
-    """Whether rounds may run a target's products with packed weights."""
-    return target.device.type == "cpu" and target.dtype in DTYPES
 
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Variant:

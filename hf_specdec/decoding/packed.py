@@ -271,6 +271,11 @@ def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
         left += part._modules.values()
 
 
+def can_pack(model: nn.Module) -> bool:
+    """Whether a layer of a model may be packed: its type, number type and device, and this processor, allow it."""
+    return next(_plain_linears(model), None) is not None
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the user has compiled a module: its forward must not be traced with replaced forwards inside."""
     return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")

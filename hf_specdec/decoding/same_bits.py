@@ -14,10 +14,9 @@ over the whole text, and widths that vector instructions divide. A reason says w
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import attention
@@ -96,14 +95,10 @@ def _alike_rows_of(layer: nn.Linear) -> int:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(1, ROW_COUNTS[-1], layer.in_features, generator=draw).to(layer.weight.dtype)
     alike = 1
-    for count, together in _products(layer, rows):
+    for count in ROW_COUNTS:
         # The last row of each number is compared: it is in the last block of rows, which may be a partial one.
-        if not torch.equal(together[:, -1:], nn.Linear.forward(layer, rows[:, count - 1 : count])):
+        together, alone = layer(rows[:, :count])[:, -1:], layer(rows[:, count - 1 : count])
+        if not torch.equal(together, alone):
             break
         alike = count
     return alike
-
-
-def _products(layer: nn.Linear, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for count in ROW_COUNTS:
-        yield count, nn.Linear.forward(layer, rows[:, :count])

@@ -55,7 +55,7 @@ from hf_specdec.drafters.registry import (
 )
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import (
-    HeadRows,
+    CachedRows,
     check_draft_to_target,
     draftable_rows,
     head_of_rows,
@@ -414,8 +414,7 @@ class DFlashDrafter(PretrainedDrafter):
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        # The selected rows of a target's head, reused between calls, with a key that identifies the head's weights.
-        self._head_rows: tuple[Any, HeadRows] | None = None
+        self._head_rows = CachedRows()
         self.post_init()
 
     def forward(
@@ -480,11 +479,7 @@ class DFlashDrafter(PretrainedDrafter):
             return self.lm_head
         if not self.config.maps_vocabulary:
             return target_head
-        weight: Any = target_head.weight if has_plain_weight(target_head) else self.d2t
-        key = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
-        if self._head_rows is None or self._head_rows[0] != key:
-            self._head_rows = key, HeadRows(target_head, self.target_ids)
-        return self._head_rows[1]
+        return self._head_rows.of(target_head, self.target_ids, self.d2t._version)
 
     @property
     def target_ids(self) -> Tensor:
@@ -512,7 +507,7 @@ class DFlashDrafter(PretrainedDrafter):
         self.register_buffer("d2t", own[rows] - torch.arange(len(rows), device=self.device))
         if config.own_head:
             self.lm_head = head_of_rows(self.lm_head, rows)
-        self._head_rows, self.source_layout = None, None  # files in the source layout have other shapes
+        self._head_rows, self.source_layout = CachedRows(), None  # files in the source layout have other shapes
         self.keep_draft_rows(rows)
 
     def keep_draft_rows(self, rows: Tensor) -> None:

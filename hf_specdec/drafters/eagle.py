@@ -23,15 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
-from hf_specdec.decoding.modules import apply_head, has_plain_weight
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import CachedAttention
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.eagle3 import Eagle3Generator, Eagle3Options
-from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Generator, Eagle3Options, PairDrafter
 from hf_specdec.drafters.registry import Serving, name_of, register
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.vocabulary import HeadRows, draftable_rows
+from hf_specdec.drafters.vocabulary import CachedRows, draftable_rows
 from hf_specdec.hub.formats.safeailab import SAFEAILAB_EAGLE
 
 __all__ = ["EagleConfig", "EagleDrafter", "EagleGenerator", "EagleOptions"]
@@ -116,7 +115,7 @@ class EagleLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class EagleDrafter(PretrainedDrafter):
+class EagleDrafter(PairDrafter):
     """An EAGLE-1 or EAGLE-2 checkpoint as a drafter, with EAGLE-2's tree.
 
     Drafting options: `EagleOptions`.
@@ -129,9 +128,7 @@ class EagleDrafter(PretrainedDrafter):
     config: EagleConfig
     options_class = EagleOptions
     options: EagleOptions
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["EagleLayer"]
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -142,23 +139,9 @@ class EagleDrafter(PretrainedDrafter):
             [EagleLayer(config, index > 0 or config.norm_before_attention) for index in range(config.num_hidden_layers)]
         )
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        # The selected rows of a target's head, reused between calls, with a key that identifies the head's weights.
-        self._head_rows: tuple[Any, HeadRows] | None = None
+        self._head_rows = CachedRows()
+        self._draft_ids: Tensor | None = None  # the config's list as a tensor, once it was needed
         self.post_init()
-
-    @property
-    def entry_shape(self) -> tuple[int, int, int, int, None]:
-        """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
-        config = self.config
-        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim, None
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's states as they are: [batch, seq, hidden]."""
-        return features
-
-    def recurrent(self, outputs: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], the state that goes into the next draft step."""
-        return outputs
 
     def forward(
         self,
@@ -185,24 +168,26 @@ class EagleDrafter(PretrainedDrafter):
 
     def head(self, target_head: nn.Module) -> nn.Module:
         """The target's head, or its rows in the draft vocabulary."""
+        ids = self.draft_ids(self.device)
+        return target_head if ids is None else self._head_rows.of(target_head, ids)
+
+    def draft_ids(self, device: torch.device) -> Tensor | None:
+        """[draft_vocab] int64, the target's ids that can be drafted; None for all."""
         ids = self.config.draft_token_ids
-        if ids is None:
-            return target_head
-        weight: Any = target_head.weight if has_plain_weight(target_head) else self.fc.weight
-        key = (id(target_head), weight.device, weight.data_ptr(), weight._version, tuple(ids))
-        if self._head_rows is None or self._head_rows[0] != key:
-            self._head_rows = key, HeadRows(target_head, torch.tensor(ids))
-        return self._head_rows[1]
+        if ids is not None and (self._draft_ids is None or self._draft_ids.device != device):
+            self._draft_ids = torch.tensor(ids, device=device)
+        return self._draft_ids
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Converts ids of the draft vocabulary to the target's ids."""
-        ids = self.config.draft_token_ids
-        return draft_ids if ids is None else torch.tensor(ids, device=draft_ids.device)[draft_ids]
+        ids = self.draft_ids(draft_ids.device)
+        return draft_ids if ids is None else ids[draft_ids]
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
         own = self.to_target_ids(torch.arange(self.config.draft_vocab_size))
         rows = draftable_rows(own, draft_vocab, self.config.vocab_size, name_of(self))
         self.config.draft_token_ids = own[rows].tolist()
+        self._draft_ids, self._head_rows = None, CachedRows()
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm

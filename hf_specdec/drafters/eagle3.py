@@ -43,7 +43,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import CachedAttention, DraftLayer
 from hf_specdec.drafters.config import FeatureFields
-from hf_specdec.drafters.context import CommittedReader, NewTokens, behind_committed
+from hf_specdec.drafters.context import CommittedReader, EntryShape, NewTokens, behind_committed
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -149,13 +149,32 @@ class Eagle3FirstLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3Network(PretrainedDrafter):
+class PairDrafter(PretrainedDrafter):
+    """A drafter that `PairReader` can use: its forward runs over pairs of a token and the state before it."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
+
+    @property
+    def entry_shape(self) -> EntryShape:
+        """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
+        config = self.config
+        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, None, None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The states of the target, from its features [batch, seq, taps * hidden]: these, if there is one tap."""
+        return features
+
+    def recurrent(self, outputs: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden], the state that goes into the next draft step: the output itself."""
+        return outputs
+
+
+class Eagle3Network(PairDrafter):
     """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
 
     config: Eagle3Config
     d2t: Tensor
     _no_split_modules: ClassVar = ["Eagle3FirstLayer", "DraftLayer"]
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: Eagle3Config) -> None:
         config.check()
@@ -180,12 +199,6 @@ class Eagle3Network(PretrainedDrafter):
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.post_init()
-
-    @property
-    def entry_shape(self) -> tuple[int, int, int, int, None]:
-        """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
-        config = self.config
-        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim, None
 
     def fuse(self, features: Tensor) -> Tensor:
         """Projects target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""

@@ -31,9 +31,8 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import DraftLayer
 from hf_specdec.drafters.base import BlockMarginals
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.eagle3 import PairReader
+from hf_specdec.drafters.eagle3 import PairDrafter, PairReader
 from hf_specdec.drafters.peagle import PEagleOptions
-from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.drafters.shapes import check_shapes
 
@@ -58,7 +57,7 @@ class ParallelHeadsConfig(TargetFields, LlamaConfig):
     def __init__(
         self, num_parallel_heads: int = 3, trunk_layer: int | None = None, qk_norm: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs | {"num_hidden_layers": num_parallel_heads})  # each is a layer
         self.num_parallel_heads = num_parallel_heads
         self.trunk_layer = trunk_layer
         self.qk_norm = qk_norm
@@ -82,7 +81,7 @@ class ParallelHeadsOptions(PEagleOptions):
     """
 
 
-class ParallelHeadsDrafter(PretrainedDrafter):
+class ParallelHeadsDrafter(PairDrafter):
     """Heads on the target's trunk as a drafter.
 
     Drafting options: `ParallelHeadsOptions`.
@@ -92,9 +91,7 @@ class ParallelHeadsDrafter(PretrainedDrafter):
     config: ParallelHeadsConfig
     options_class = ParallelHeadsOptions
     options: ParallelHeadsOptions
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["DraftLayer"]
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: ParallelHeadsConfig) -> None:
         config.check()
@@ -105,18 +102,8 @@ class ParallelHeadsDrafter(PretrainedDrafter):
         self.post_init()
 
     @property
-    def entry_shape(self) -> tuple[int, int, int, int, None]:
-        """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
-        config = self.config
-        return config.num_parallel_heads, config.num_key_value_heads, config.head_dim, config.head_dim, None
-
-    @property
     def methods(self) -> tuple[str, ...]:
         return tuple(MARGINAL_METHODS)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The trunk's states as they are: [batch, seq, hidden]."""
-        return features
 
     def forward(
         self,

@@ -118,6 +118,18 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
         for path, node in nodes.items():
             self.levels[len(path)].append(node)
         self.table: Tensor
+        self.constants: tuple[Tensor, Tensor, list[Tensor]] | None = None
+
+    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Parents and log-probabilities, [nodes], and for each level the ranks of its nodes; made once."""
+        if self.constants is None:
+            ranks = [torch.tensor([self.paths[node - 1][-1] for node in level]) for level in self.levels[1:]]
+            self.constants = (
+                torch.tensor(self.parents, device=device),
+                torch.tensor(self.logprobs, device=device),
+                [each.to(device).clamp(max=self.table.shape[1] - 1) for each in ranks],
+            )
+        return self.constants
 
     def observe(self, committed: Committed) -> None:
         logits = committed.target_logits
@@ -165,21 +177,20 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
     def draft(self, context: DraftContext) -> DraftTree:
         table, root_ids = self.table, context.root_ids.to(self.table.device)
         batch = len(root_ids)
+        parents, logprobs, ranks_of_levels = self.constants_on(table.device)
         token_ids = root_ids.new_full((batch, len(self.parents)), -1)
         token_ids[:, 0] = root_ids
-        for level in self.levels[1:]:
-            above = token_ids[:, [self.parents[node] for node in level]]
-            ranks = torch.tensor([self.paths[node - 1][-1] for node in level], device=table.device)
-            ranks = ranks.clamp(max=table.shape[1] - 1)
+        for level, ranks in zip(self.levels[1:], ranks_of_levels, strict=True):
+            above = token_ids[:, parents[level]]
             found = table[above.clamp(0, len(table) - 1), ranks]
             token_ids[:, level] = found.where((above >= 0) & (above < len(table)), -1)
         known = token_ids >= 0
         return DraftTree.from_parents(
             token_ids.where(known, root_ids.unsqueeze(1)),
-            torch.tensor(self.parents, device=table.device).expand(batch, -1),
+            parents.expand(batch, -1),
             len(self.levels) - 1,
             valid=known,
-            path_logprobs=torch.tensor(self.logprobs, device=table.device).expand(batch, -1),
+            path_logprobs=logprobs.expand(batch, -1),
         )
 
 

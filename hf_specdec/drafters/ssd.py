@@ -78,7 +78,7 @@ class SSDOptions(TreeOptions):
 
     Attributes:
         tree_budget: see `TreeOptions`; nodes that are verified, of those that the wrapped drafter drafts. Default:
-            three quarters of its own.
+            three quarters of its own, or "auto" if that is its own.
         fan_out: most outcomes of a round that are prepared.
         threads: of the processor, for the thread that drafts.
         trial: whether the first rounds of a call are measured, and the thread is not used where it does not pay.
@@ -127,8 +127,8 @@ class SSDDrafter(Drafter):
             )
         check_is_drafter(drafter)
         self.drafter = drafter
-        own = getattr(drafter.options, "node_limit", 16)
-        self.options = SSDOptions(tree_budget=max(1, own * 3 // 4))
+        own = getattr(drafter.options, "tree_budget", 16)
+        self.options = SSDOptions(tree_budget=own if own == "auto" else max(1, own * 3 // 4))
         self.set_options(**drafting_options)
 
     def check_target(self, model: PreTrainedModel) -> None:

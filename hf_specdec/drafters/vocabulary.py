@@ -75,6 +75,27 @@ class HeadRows(nn.Module):
         return logits[..., ids.to(logits.device)]
 
 
+class CachedRows:
+    """The rows of a target's head, reused between calls as long as neither its weights nor the rows change."""
+
+    def __init__(self) -> None:
+        self._rows: tuple[Any, HeadRows] | None = None
+
+    def of(self, head: nn.Module, target_ids: Tensor, version: object = None) -> HeadRows:
+        """The rows of `head` with these ids.
+
+        Args:
+            head: the target's.
+            target_ids: [draft_vocab] int64.
+            version: changes whenever `target_ids` do.
+        """
+        weight: Any = head.weight if has_plain_weight(head) else target_ids
+        key = (id(head), weight.device, weight.data_ptr(), weight._version, version)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = key, HeadRows(head, target_ids)
+        return self._rows[1]
+
+
 def frequent_token_ids(texts: Iterable[str], tokenizer: Any, size: int) -> Tensor:
     """The most frequent tokens of one's own texts, for `load_drafter(..., draft_vocab=ids)`: FR-Spec, arXiv 2502.14856.
 

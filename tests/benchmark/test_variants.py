@@ -90,6 +90,7 @@ def test_a_target_stays_in_its_number_type_unless_float32_is_faster(
 ) -> None:
     target = fresh_target(dtype=torch.bfloat16)
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
 
     def timed(model: Any, *arguments: Any) -> Any:
         return None, 1.0 if model.dtype == faster else 2.0, None
@@ -99,3 +100,7 @@ def test_a_target_stays_in_its_number_type_unless_float32_is_faster(
     assert target.dtype == faster
     assert said.startswith(f"number type: {str(faster).removeprefix('torch.')}, ")
     assert all(torch.equal(weight.to(torch.bfloat16), before[name]) for name, weight in target.state_dict().items())
+    assert buffers, "rotary frequencies, in float32"
+    for name, buffer in target.named_buffers():
+        assert buffer.dtype == buffers[name].dtype
+        assert torch.equal(buffer, buffers[name])

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from hf_specdec.training.medusa import MedusaStep, new_drafter
-from hf_specdec.training.trainer import DrafterTrainer
-from tests.targets import fresh_target, make_target
+from tests.targets import make_target
+from tests.training.short_run import learns_what_is_then_drafted
 
 WIDTH = 14
 
@@ -56,24 +55,7 @@ def test_a_new_drafter_predicts_the_next_token_as_the_target_does() -> None:
 
 
 def test_a_short_run_learns_what_is_then_drafted(tmp_path: Path) -> None:
-    model = fresh_target(dtype=torch.float32, attention="sdpa")
-    ids = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(1))
-    rows = model.generate(ids, max_new_tokens=24, do_sample=False)
-    data = [{"input_ids": own, "first_anchor": torch.tensor(6), "length": torch.tensor(30)} for own in rows]
-    drafter = new_drafter(model, num_heads=3)
-    settings = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=120, per_device_train_batch_size=4, learning_rate=5e-3, use_cpu=True,
-        save_strategy="no", report_to="none",
-    )  # fmt: skip
-    trainer = DrafterTrainer(drafter, MedusaStep(drafter, model), settings, train_dataset=data, eval_dataset=data)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < before["eval_loss"]
-    assert after["eval_accepted_length"] > before["eval_accepted_length"] + 1
-    assisted = model.generate(ids[:1], assistant_model=drafter.eval(), max_new_tokens=24, do_sample=False)
-    assert torch.equal(assisted, rows[:1])
-    assert drafter.stats.mean_acceptance_length > 2
+    assert learns_what_is_then_drafted(tmp_path, lambda target: new_drafter(target, num_heads=3), MedusaStep) > 2
 
 
 def test_what_cannot_be_trained_raises() -> None:
