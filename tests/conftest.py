@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,8 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_specdec-tests-")
 import pytest
 import torch
 from torch import Tensor
+
+from hf_specdec.drafters.base import always_drafting
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
@@ -62,6 +65,13 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def drafts_in_every_round(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rounds draft complete trees: by default a clock decides that. Tests of that decision are marked `by_the_clock`."""
+    with nullcontext() if request.node.get_closest_marker("by_the_clock") else always_drafting():
+        yield
 
 
 @pytest.fixture

@@ -202,10 +202,12 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
         afresh = OneByOne(target, prompts, 0)
         for token in kept:
             afresh.step(token)
-    # Decays forget: differences stay as large as those of a few tokens.
+        text = torch.cat([prompts["input_ids"], torch.tensor([kept])], dim=1)
+        at_once = target(text, use_cache=True)[cache_name(target)]
+    # How far rounding alone leads: in bfloat16 some processors round a mixture of experts to another expert.
     share = 1e-3 if dtype == torch.float32 else 0.15
-    for own, expected in zip(states_of(model.cache, 0), states_of(afresh.cache, 0), strict=True):
-        assert (own - expected).norm() < share * expected.norm()
+    for own, expected, other in zip(*(states_of(held, 0) for held in (model.cache, afresh.cache, at_once)), strict=True):
+        assert (own - expected).norm() < share * expected.norm() + 1.5 * (other - expected).norm()
 
 
 @pytest.mark.each_value
