@@ -7,6 +7,10 @@ nodes are written at a fixed entry after the prefix (`TreeCache.place_nodes`), a
 (`Workspace`), so that a graph captured in one `generate` call is replayed in the next. `static_verify.py` has the
 forward.
 
+The graphs of a model share one memory pool: only one of them runs at a time, and their outputs are copied out of it, so
+that the temporary tensors of all shapes may lie at the same addresses. A drafter has a pool of its own, because it may
+run beside its target (SpecBranch).
+
 A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
 a GPU replace the graph by an emulation; the speed on a GPU has not been measured.
 """
@@ -47,6 +51,7 @@ class Graph(Protocol):
     """A captured forward."""
 
     outputs: tuple[Tensor, ...]
+    pool: Any
 
     def replay(self) -> None:
         """Recomputes `outputs` from the current values of the inputs."""
@@ -57,18 +62,25 @@ class CudaGraph:
 
     Args:
         forward: reads and writes the same tensors in each call.
+        pool: `pool` of an existing graph that never runs at the same time, to share its memory; None for a new pool.
+
+    Attributes:
+        outputs: of the last replay, outside of the pool: replays of graphs that share it do not change them.
+        pool: the handle of its memory pool, valid as long as a graph with it exists.
 
     Raises:
         RuntimeError: an operation cannot be captured, for example a device sync.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, pool: Any = None) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        outputs: tuple[Tensor, ...] = ()
         with torch.cuda.stream(stream):
             for _ in range(2):  # warm-up: chooses and compiles kernels, allocates their workspaces
-                forward()
+                outputs = forward()
         torch.cuda.current_stream().wait_stream(stream)
+        self.outputs = tuple(map(torch.empty_like, outputs))
         self._graph = torch.cuda.CUDAGraph()
         device = torch.cuda.current_device()
         numbers = torch.cuda.default_generators[device]
@@ -78,12 +90,16 @@ class CudaGraph:
             # the device meanwhile: one may draft, or train.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(self._graph, stream=capture_stream(device), capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    self._graph, pool=pool, stream=capture_stream(device), capture_error_mode="thread_local"
+                ),
             ):
-                self.outputs = forward()
+                for kept, output in zip(self.outputs, forward(), strict=True):
+                    kept.copy_(output)
         except BaseException:
             numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
             raise
+        self.pool = self._graph.pool()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -95,9 +111,20 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def make_graph(forward: Forward) -> Graph:
-    """Captures a forward."""
-    return CudaGraph(forward)
+def make_graph(forward: Forward, pool: Any) -> Graph:
+    """Captures a forward, see `CudaGraph`."""
+    return CudaGraph(forward, pool)
+
+
+def lacked_memory(error: RuntimeError) -> bool:
+    """Whether a capture failed for lack of memory: torch's own allocator, the driver and cuBLAS say so differently.
+
+    Example:
+        >>> lacked_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+        True
+    """
+    told = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in told or "ALLOC_FAILED" in told
 
 
 def can_capture(device: torch.device) -> bool:
@@ -201,7 +228,7 @@ class Workspace:
         state = state_of(modules, passing)
         if weights != self._weights or state != self._state:
             self._captured, self._slabs, self._taken = OrderedDict(), OrderedDict(), []
-            self._weights, self._state = weights, state
+            self._weights, self._state, self._capture_failed = weights, state, False
         for captured in self._captured.values():
             captured.lacked_memory = False
         for slab in self._taken:  # left by a call that raised an error
@@ -263,18 +290,20 @@ class Workspace:
         return captured.graph.outputs
 
     def _capture(self, captured: Captured, forward: Forward, model: nn.Module) -> None:
+        pools = [each.graph.pool for each in self._captured.values() if each.graph is not None]
         try:
-            captured.graph = make_graph(forward)
-        except torch.OutOfMemoryError:  # later captures may have the memory of the graphs that are freed here
-            captured.lacked_memory = True
-            for other in self._captured.values():
-                other.graph = None
-            logger.warning(
-                "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and in "
-                "this call rounds of this shape run without one, with the same result.",
-                type(model).__name__,
-            )
+            captured.graph = make_graph(forward, pools[0] if pools else None)
         except RuntimeError as error:
+            if lacked_memory(error):  # later captures may have the memory of the graphs that are freed here
+                captured.lacked_memory = True
+                for other in self._captured.values():
+                    other.graph = None
+                logger.warning(
+                    "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and "
+                    "in this call rounds of this shape run without one, with the same result.",
+                    type(model).__name__,
+                )
+                return
             self._capture_failed = True
             logger.warning(
                 "A forward of %s cannot be captured as a CUDA graph and runs without one, with the same result: %s",
