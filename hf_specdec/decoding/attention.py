@@ -1,9 +1,11 @@
 """Attention for the nodes of a draft tree, registered with the host's `AttentionInterface`, used during verification.
 
+`attend` serves drafters too.
+
 If there is a mask and several queries, the host's sdpa copies keys and values for every query head. On a CPU, torch's
 kernel supports grouped heads together with a mask and gives bitwise the same result, so that no copies are needed. On
 CUDA that depends on kernel and version; there the query heads of a group become further queries of its key head
-(`fold_heads`), which every kernel supports. Other devices use the host's attention.
+(`_fold_heads`), which every kernel supports. On other devices targets use the host's attention.
 """
 
 from __future__ import annotations
@@ -125,30 +127,47 @@ def tree_attention_forward(
         return attend_alone(module, query, key, value, nodes, dropout=dropout, scaling=scaling, **kwargs), None
     if attention_mask is None or dropout or not attention_mask.dtype.is_floating_point or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    grouped = key.shape[1] != query.shape[1]
-    if grouped and abilities(query.device).folds_heads:
-        return fold_heads(query, key, value, attention_mask, scaling), None
-    attended = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
-    )
-    return attended.transpose(1, 2).contiguous(), None
+    return attend(query, key, value, attention_mask, scaling=scaling).contiguous(), None
 
 
-def fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention with grouped heads for kernels without them: the heads of a group are queries of one head.
-
-    All heads share the mask, so that query head h at node i is query (h % groups) * nodes + i of key head h // groups.
-    Keys and values are read in place; query, mask and output, which are small, are copied instead.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention with grouped heads, without copies of keys and values where the device allows it.
 
     Args:
         query: [batch, heads, nodes, head_dim].
         key: [batch, kv_heads, entries, head_dim].
         value: [batch, kv_heads, entries, value_dim].
-        mask: additive [batch, 1, nodes, entries].
+        mask: [batch, 1, nodes, entries], additive or bool (True = may attend); None for no mask.
         scaling: of the scores; head_dim ** -0.5 if None.
+        is_causal: causal attention without a mask.
 
     Returns:
-        [batch, nodes, heads, value_dim].
+        [batch, nodes, heads, value_dim], not always contiguous.
+    """
+    _, kv_heads, _, head_dim = key.shape
+    grouped = query.shape[1] != kv_heads
+    small = query.shape[2] < 2 * kv_heads * head_dim  # the mask repeated, compared with keys and values repeated
+    if mask is not None and grouped and small and abilities(query.device).folds_heads:
+        return _fold_heads(query, key, value, mask, scaling)
+    attended = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
+    )
+    return attended.transpose(1, 2)
+
+
+def _fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """The heads of a group as queries of one head, for kernels without grouped heads; see `attend`.
+
+    All heads share the mask, so that query head h at node i is query (h % groups) * nodes + i of key head h // groups.
+    Keys and values are read in place; query, mask and output, which are small, are copied instead.
     """
     heads, nodes = query.shape[1:3]
     groups = heads // key.shape[1]

@@ -30,7 +30,7 @@ class Abilities:
             call takes longer than the computation.
         float64: supports double precision.
         groups_heads: torch's attention supports grouped heads together with a mask, without copying the keys.
-        folds_heads: it does not, or not in each version, and the host would copy them; see `attention.fold_heads`.
+        folds_heads: it does not, or not in each version, and the host would copy them; see `attention.attend`.
         works_ahead: runs asynchronously to the host, and has CUDA streams, events, pinned copies and graphs.
     """
 

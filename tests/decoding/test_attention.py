@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_specdec.decoding import devices
 from hf_specdec.decoding.attention import TREE_ATTENTION, tree_attention, tree_attention_forward, usable
 from hf_specdec.decoding.devices import Abilities
+from tests.methods import METHODS
 from tests.scripted import random_trees
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 
@@ -99,6 +100,20 @@ def test_rounds_with_folded_heads_give_the_targets_tokens(family: str, batch: st
     drafter = random_trees(alone)
     assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_target_forwards < 16
+
+
+@pytest.mark.usefixtures("folding")
+@pytest.mark.parametrize("method", ["ddtree", "eagle3", "gemma4_assistant"])
+def test_drafters_with_folded_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter: Any = METHODS[method](target).to(torch.float64)
+    outputs = []
+    for folds in (True, False):
+        monkeypatch.setitem(devices.RULES, "cpu", lambda device, folds=folds: Abilities(True, folds_heads=folds))
+        output = target.generate(**prompts, max_new_tokens=12, do_sample=False, assistant_model=drafter)
+        outputs.append((output.tolist(), drafter.stats.per_step_accepted))
+        drafter.forget()
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
