@@ -22,7 +22,7 @@ from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, default_target_layer_ids
 from hf_specdec.drafters.options import DrafterOptions
 
 from .reference import HostTree
@@ -107,13 +107,13 @@ def counting_target(
 def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashConfig:
     """Config of a DFlash network for this target."""
     own = target.config
-    last = own.num_hidden_layers - 1
+    taps = default_target_layer_ids(layers, own.num_hidden_layers)
     return DFlashConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
         num_hidden_layers=layers, num_attention_heads=own.num_attention_heads,
         num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim, num_target_layers=own.num_hidden_layers,
         max_position_embeddings=own.max_position_embeddings, block_size=block_size,
-        dflash_config={"mask_token_id": 1, "target_layer_ids": sorted({1, last // 2, last - 1})},
+        dflash_config={"mask_token_id": 1, "target_layer_ids": sorted(set(taps))},
     )  # fmt: skip
 
 

@@ -40,9 +40,10 @@ logger = logging.getLogger(__name__)
 # Drafted nodes, root not counted, to which trees are padded and for which times are measured; larger trees are padded
 # to multiples of the last one.
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-NODE_BUCKETS = tuple(1 + size for size in DRAFT_SIZES)
 MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
-FIRST_PREFIX = 256  # entries; longer prefixes are padded to this times a power of 2
+# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. A padded entry of
+# an 8B model costs about 44 ns a round on an H100, a capture about 0.15 s: steps of some thousand entries cost least.
+FIRST_PREFIX, PREFIX_STEP = 256, 8192
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
 
@@ -440,13 +441,13 @@ def prefix_bucket(entries: int) -> int:
     """The number of entries that a prefix is padded to.
 
     Example:
-        >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100)
-        (256, 256, 2048)
+        >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100), prefix_bucket(33_000)
+        (256, 256, 2048, 40960)
     """
     size = FIRST_PREFIX
-    while size < entries:
+    while size < min(entries, PREFIX_STEP):
         size *= 2
-    return size
+    return -(-max(entries, 1) // size) * size
 
 
 def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
