@@ -268,7 +268,7 @@ def by_part(model: PreTrainedModel, context: int, nodes: int) -> str:
 
 
 def of_attention(model: PreTrainedModel, contexts: Sequence[int], nodes: int) -> str:
-    """Bytes by context: keys and values once; of verify with transformers' attention on CUDA, which copies, and ours."""
+    """Bytes by context: keys and values once; of verify with the host's attention on CUDA, which copies, and ours."""
     config = model.config
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     rows = []

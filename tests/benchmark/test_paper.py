@@ -62,7 +62,7 @@ def test_the_hosts_copies_of_keys_and_values_are_what_folded_heads_save() -> Non
     )
     stored = 3 * 2 * 2 * 16 * 2 * (CONTEXT + 1 + NODES)  # bytes of keys and values
     # The host reads them, writes four copies, and reads these; the folded mask costs a part of it.
-    assert 0.8 * 8 * stored < copied.num_bytes - folded.num_bytes < 8 * stored
+    assert 0.75 * 8 * stored < copied.num_bytes - folded.num_bytes < 8 * stored
     assert copied.flops == folded.flops
 
 
