@@ -41,7 +41,7 @@ from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel
 
-from .scripted import drafter_network, shapes
+from .scripted import dflash_network, shapes
 
 PARTS = ("draft", "verify", "accept", "commit")
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, SXM, of the data sheets
@@ -194,7 +194,7 @@ def round_on_paper(
         accepted: drafted tokens that the round before has kept, which the drafter reads first.
         folds_heads: see `Abilities`; False for transformers' own attention on CUDA.
     """
-    network = drafter_network(model)
+    network = dflash_network(model)
     network.set_options(tree_budget=nodes, compile_mode=mode)
     as_cuda: Callable[[torch.device], Abilities] = lambda device: Abilities(folds_heads=folds_heads, works_ahead=True)  # noqa: E731
     with (
