@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 # to multiples of the last one.
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
-# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. A padded entry of
-# an 8B model costs about 44 ns a round on an H100, a capture about 0.15 s: steps of some thousand entries cost least.
+# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. On paper a padded
+# entry of an 8B model costs 44 ns a round on an H100. If a capture takes 0.15 s, steps of 7,000 entries cost least.
 FIRST_PREFIX, PREFIX_STEP = 256, 8192
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
@@ -74,36 +75,37 @@ class CudaGraph:
     """
 
     def __init__(self, forward: Forward, pool: Any = None) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        outputs: tuple[Tensor, ...] = ()
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: chooses and compiles kernels, allocates their workspaces
-                outputs = forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.outputs = tuple(map(torch.empty_like, outputs))
-        self._graph = torch.cuda.CUDAGraph()
         device = torch.cuda.current_device()
-        numbers = torch.cuda.default_generators[device]
-        before = numbers.clone_state()
-        try:
-            # The outer context restores the current stream if the capture fails. "thread_local" lets other threads use
-            # the device meanwhile: one may draft, or train.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(
-                    self._graph, pool=pool, stream=capture_stream(device), capture_error_mode="thread_local"
-                ),
-            ):
-                for kept, output in zip(self.outputs, forward(), strict=True):
-                    kept.copy_(output)
-        except BaseException:
-            numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
-            raise
+        stream = capture_stream(device)
+        with _CAPTURING:  # another thread may capture a drafter meanwhile
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                forward()  # warm-up: chooses and compiles kernels, allocates their workspaces
+                outputs = forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.outputs = tuple(map(torch.empty_like, outputs))
+            self._graph = torch.cuda.CUDAGraph()
+            numbers = torch.cuda.default_generators[device]
+            before = numbers.clone_state()
+            try:
+                # The outer context restores the current stream if the capture fails. "thread_local" lets other threads
+                # use the device meanwhile: one may draft, or train.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    for kept, output in zip(self.outputs, forward(), strict=True):
+                        kept.copy_(output)
+            except BaseException:
+                numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
+                raise
         self.pool = self._graph.pool()
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+_CAPTURING = threading.Lock()
 
 
 @functools.cache

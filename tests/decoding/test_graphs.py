@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -541,7 +543,6 @@ def test_early_trees_equal_those_drafted_after_the_read(method: str, batch: str)
             assert part.tolist() == expected.tolist()
 
 
-@pytest.mark.by_the_clock  # otherwise "auto" does not need the verdict
 def test_generators_that_need_the_verdict_do_not_draft_early() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     lag, lags = loop.SpeculativeDecoding.lag, []
@@ -737,7 +738,7 @@ class FakeCuda:
         self.current, self.fails, self.state = "default", fails, "drawing"
         self.captures: list[dict[str, Any]] = []
         for name, stand_in in {
-            "Stream": lambda device=None: FakeStream("side" if device is None else f"captures on {device}"),
+            "Stream": lambda device: FakeStream(f"captures on {device}"),
             "current_stream": lambda: FakeStream(self.current),
             "current_device": lambda: 1,
             "default_generators": (None, self),
@@ -801,10 +802,31 @@ def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, m
         assert graph.outputs[0].data_ptr() != made[-1].data_ptr()  # which lies in the pool
         assert graph.pool == "pool of the graph"
     graphs.capture_stream.cache_clear()
-    assert seen == ["side", "side", "captures on 1"]
+    assert seen == ["captures on 1"] * 3
     assert cuda.captures[0]["pool"] == "shared"
     assert cuda.captures[0]["capture_error_mode"] == "thread_local"  # other threads draft and learn meanwhile
     assert (cuda.current, cuda.state) == ("default", "drawing")
+
+
+def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the stream of captures, on which the warm-up of one would become a part of the other's graph."""
+    graphs.capture_stream.cache_clear()
+    FakeCuda(monkeypatch, fails=False)
+    inside, met = threading.Semaphore(1), []
+
+    def forward() -> tuple[Tensor, ...]:
+        met.append(not inside.acquire(timeout=0))
+        time.sleep(0.01)  # for the other thread to arrive
+        inside.release()
+        return ()
+
+    threads = [threading.Thread(target=graphs.CudaGraph, args=(forward,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    graphs.capture_stream.cache_clear()
+    assert met == [False] * 6
 
 
 def test_second_call_at_the_same_time_is_not_captured() -> None:
