@@ -447,7 +447,9 @@ def _measure(options: argparse.Namespace, argv: Sequence[str]) -> None:
             report["judged"] = verdicts(report["environment"], [*report["rows"], *rows])
             if bench.options.output is not None:  # after each row: a later one may run out of time
                 whole = report | {"rows": [*report["rows"], *rows]}
-                bench.options.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+                unfinished = bench.options.output.with_suffix(".unfinished")
+                unfinished.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+                unfinished.replace(bench.options.output)
         report["rows"] += rows
         print(f"\n{part}\n{table(rows)}", flush=True)
     print(f"\ncriteria\n{table(report['judged'])}")

@@ -10,8 +10,8 @@ Each part is a command of its own with a limit of time, so that none takes the t
 published shape and random weights, drafts are scripted: see `__main__.py`, whose options can follow after `--`. What a
 part has measured is kept when its time is over.
 
-The record is `record.json` and `record.md` in `--folder`, copied to the folder `$OUT` if that is set. It names every
-part and why it was not run.
+The record is `record.json` and `record.md` in `--folder`, and also in the folder `$OUT` if that is set. It is written
+after each part, and names every part and why it was not run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -30,10 +29,12 @@ from typing import Any
 
 from hf_specdec.drafters.registry import unknown_name
 
+from .criteria import NOT_MEASURED
+
 Row = dict[str, Any]
 LEAST = 0.7  # of a part's limit; with less time it is not begun
-FIRST, SPEED = "tests", (sys.executable, "-m", "examples.speed")
-TESTS = ("test_on_gpu.py", "test_host_traffic.py", "test_attention.py")
+SPEED = (sys.executable, "-m", "examples.speed")
+TESTS = [f"tests/decoding/test_{name}.py" for name in ("on_gpu", "host_traffic", "attention")]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _speed(part: str, limit_s: int, *options: str) -> Part:
 
 # In the order in which they run. The first four take at most 24 minutes.
 PARTS = {
-    FIRST: Part((sys.executable, "-m", "pytest", "-q", "-n", "8", *(f"tests/decoding/{name}" for name in TESTS)), 480),
+    "tests": Part((sys.executable, "-m", "pytest", "-q", "-n", "8", *TESTS), 480),
     "plain": _speed("baselines", 300, "--variants", "plain", "plain compiled"),
     "dflash": _speed("rounds", 330, "--networks", "dflash"),
     "eagle3": _speed("rounds", 330, "--networks", "eagle3"),
@@ -96,7 +97,9 @@ def run_parts(
     """
     began, path = clock(), folder / "record.json"
     folder.mkdir(parents=True, exist_ok=True)
+    folders = [folder, *map(Path, filter(None, [os.environ.get("OUT")]))]
     states: dict[str, str] = json.loads(path.read_text("utf-8"))["parts"] if path.exists() else {}
+    record = collect(states, folder)
     for name in names or [name for name in PARTS if states.get(name) != "done"]:
         part, left = PARTS[name], seconds - (clock() - began)
         if left < LEAST * part.limit_s:
@@ -104,16 +107,18 @@ def run_parts(
         else:
             limit = min(left, part.limit_s)
             print(f"\n== {name}, at most {limit:.0f} s", flush=True)
+            result = folder / f"{name}.json"
+            result.unlink(missing_ok=True)
             command = part.command
-            if name != FIRST:  # the part's own options come last: they make it what it is
-                own = command[len(SPEED) :]
-                command = (*SPEED, *options, *own, "--output", str(folder / f"{name}.json"))
+            if command[: len(SPEED)] == SPEED:  # the part's own options come last: they make it what it is
+                command = (*SPEED, *options, *command[len(SPEED) :], "--output", str(result))
             status = run(command, limit)
             ended = {0: "done", None: f"stopped after {limit:.0f} s"}
             states[name] = ended.get(status, f"failed, exit status {status}")
         record = collect(states, folder)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(report(record), encoding="utf-8")
+        for each in folders:
+            (each / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            (each / "record.md").write_text(report(record), encoding="utf-8")
     return record
 
 
@@ -125,7 +130,12 @@ def collect(states: dict[str, str], folder: Path) -> Row:
         "parts": {name: states.get(name, "not asked for") for name in PARTS},
         "environments": {name: result["environment"] for name, result in results.items()},
         "rows": [{"of": name, **row} for name, result in results.items() for row in result["rows"]],
-        "judged": [line for result in results.values() for line in result["judged"] if line["holds"] != "not measured"],
+        "judged": [
+            {"of": name, **line}
+            for name, result in results.items()
+            for line in result["judged"]
+            if line["holds"] != NOT_MEASURED
+        ],
     }
 
 
@@ -167,19 +177,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str], float], int | None] = run_for) -> int:
-    """Runs the command; returns 0 if all parts that were begun are done, else 1."""
+    """Runs the command; returns 0 if all parts of the record that were begun are done, else 1."""
     argv = list(sys.argv[1:] if argv is None else argv)
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:end])
     for name in options.parts:
         if name not in PARTS:
-            raise unknown_name("part", name, PARTS)
+            parser().error(str(unknown_name("part", name, PARTS)))
     passed_on = ("--shape", "qwen3-8b", "--device", "cuda", *argv[end + 1 :])
     record = run_parts(options.parts, options.folder, 60 * options.minutes, passed_on, run)
     print(f"\n{report(record)}")
-    out = os.environ.get("OUT")
-    for suffix in ("json", "md") if out else ():
-        shutil.copy(options.folder / f"record.{suffix}", str(out))
     return int(any(state.startswith(("failed", "stopped")) for state in record["parts"].values()))
 
 
