@@ -3,9 +3,10 @@
 `attend` serves drafters too.
 
 If there is a mask and several queries, the host's sdpa copies keys and values for every query head. On a CPU, torch's
-kernel supports grouped heads together with a mask and gives bitwise the same result, so that no copies are needed. On
-CUDA that depends on kernel and version; there the query heads of a group become further queries of its key head
-(`_fold_heads`), which every kernel supports. On other devices targets use the host's attention.
+kernel supports grouped heads together with a mask and, in float32, gives bitwise the same result, so that no copies are
+needed. On CUDA that depends on kernel and version, and in bfloat16 the CPU's kernel is slow with few queries: there the
+query heads of a group become further queries of its key head (`_fold_heads`), which every kernel supports. On other
+devices targets use the host's attention.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -26,6 +28,8 @@ from hf_specdec.decoding.host import attention_of, cache_layers, looks_attention
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 
 TREE_ATTENTION = "hf_specdec_tree"
+# Dtypes in which a CPU takes up to 5 times as long for grouped heads as for as many further queries of one head.
+_SLOW_GROUPS = (torch.bfloat16, torch.float16)
 
 
 def usable(model: PreTrainedModel) -> bool:
@@ -155,7 +159,9 @@ def attend(
     _, kv_heads, _, head_dim = key.shape
     grouped = query.shape[1] != kv_heads
     small = query.shape[2] < 2 * kv_heads * head_dim  # the mask repeated, compared with keys and values repeated
-    if mask is not None and grouped and small and abilities(query.device).folds_heads:
+    able = abilities(query.device)
+    folds = able.folds_heads or (able.groups_heads and query.dtype in _SLOW_GROUPS)
+    if mask is not None and grouped and small and folds:
         return _fold_heads(query, key, value, mask, scaling)
     attended = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
