@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
 # Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. On an H100 a
-# padded entry of an 8B model costs 44 ns a round on paper. If a capture takes 0.15 s, steps of 7,000 entries cost least.
+# padded entry of an 8B model costs 44 ns a round on paper. With 0.15 s for a capture, steps of 7,000 cost least.
 FIRST_PREFIX, PREFIX_STEP = 256, 8192
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
