@@ -92,6 +92,11 @@ class ToHost:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensor.device))  # the stream of the copy
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `tolist` would not wait."""
+        return self._arrived is None or self._arrived.query()
+
     def tolist(self) -> Any:
         """The values; waits for the copy."""
         if self._arrived is not None:

@@ -185,13 +185,11 @@ class Committed:
 
     def followed_by(self, later: Committed) -> Committed:
         """Joins this commit and that of the next round, for drafters that did not draft in between."""
-        device = self.token_ids.device
         token_ids = torch.cat([self.token_ids, later.token_ids], 1)
         position_ids = torch.cat([self.position_ids, later.position_ids], 1)
         features = None
         if self.features is not None and later.features is not None:
             features = torch.cat([self.features, later.features], 1)
-        counts = Counts.of([sum(both) for both in zip(self.num_committed, later.num_committed, strict=True)], device)
         present = torch.cat(
             [
                 torch.ones_like(part.token_ids, dtype=torch.bool) if part.valid is None else part.valid
@@ -205,7 +203,7 @@ class Committed:
             features=features,
             position_ids=position_ids,
             valid=present,
-            counts=counts,
+            counts=self.counts.plus(later.counts),
             path=None,
         )
         return joined.aligned()
