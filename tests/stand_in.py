@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_specdec.drafters.base import Drafter
+
 NUM_DEVICES = 2
 STAGED_BYTES = 64 * 1024  # a copy that is not waited for, from pageable memory, waits only if it is larger than this
 # Operations whose kernels for CUDA wait for the device: the size of their result, or a check, depends on values.
@@ -421,6 +423,24 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None
     return _make(size, device, lambda size, **options: torch.empty_strided(size, stride, **options), dtype=dtype)
 
 
+class Generator(torch.Generator):
+    """Of any device; it draws in host memory."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, "cpu")
+
+
+def place(module: Any, device: str) -> Any:
+    """Moves a model, or a drafter with those that it consists of; their weights need no gradients."""
+    if isinstance(module, torch.nn.Module):
+        module.requires_grad_(False).to(device)
+    for part in vars(module).values():
+        for each in part if isinstance(part, (list, tuple)) else [part]:
+            if isinstance(each, (torch.nn.Module, Drafter)):
+                place(each, device)
+    return module
+
+
 def _making(op: Any) -> Callable[..., Tensor]:
     """A kernel for an operation that makes a tensor by resizing an empty one."""
 
@@ -478,6 +498,7 @@ def devices() -> Iterator[type[Host]]:
         }.items():
             patch.setattr(torch.cuda, name, replaced)
         patch.setattr(torch.accelerator, "synchronize", Cuda.synchronize)
+        patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch, "empty", pinning)
         patch.setattr(torch, "tensor", uploading(torch.tensor))
         patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))

@@ -24,12 +24,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.devices import ToHost, abilities
-from hf_specdec.decoding.noise import PositionNoise
+from hf_specdec.decoding.noise import PositionNoise, draw
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
+
+# The choice at a node whose processed logits are no distribution: NaN, an infinite logit, or no possible token. Such a
+# node is not accepted; the call raises where it is a root, which is where plain sampling raises.
+NO_DISTRIBUTION = -2
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Verdict:
         active: per row, whether its result is used; None for all.
         scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`; None if not requested.
         host: the same verdict, if it was computed on the host; `path` then has the columns that the longest row needs.
+        undefined: [batch] bool, whether the choice at the root is `NO_DISTRIBUTION`; None for nowhere.
 
     Attributes:
         path: [batch, steps] int64. `steps` is max_depth + 1 before `read`, then what the longest row needs.
@@ -103,6 +108,7 @@ class Verdict:
         active: list[bool] | None = None,
         scores: Tensor | None = None,
         host: HostVerdict | None = None,
+        undefined: Tensor | None = None,
     ) -> None:
         self.path, self.path_ids, self.bonus_ids, self.scores = path, pick(tree.token_ids, path), bonus_ids, scores
         counts = num_accepted + 1
@@ -114,14 +120,22 @@ class Verdict:
             self.counts.known = [len(tokens) for tokens in host.tokens]
             return
         finite = tree.valid[:, 0] if tree.finite is None else tree.finite
+        if undefined is not None:
+            nan = nan + 2 * (undefined if active is None else undefined & is_active)
         columns = torch.stack([counts, bonus_ids, finite, nan, tree.valid.sum(1)], dim=1)
         self._copy = ToHost(torch.cat([columns, self.path_ids], dim=1))
 
     def read(self) -> HostVerdict:
-        """The verdict on the host; the first call waits for the device."""
+        """The verdict on the host; the first call waits for the device.
+
+        Raises:
+            RuntimeError: as plain sampling, which cannot choose the next token.
+        """
         if self.host is None:
             assert self._copy is not None
             rows = self._copy.tolist()
+            if any(row[3] > 1 for row in rows):
+                raise _no_distribution()
             self.host = HostVerdict(
                 tokens=[[*row[6 : 5 + row[0]], row[1]] if row[0] else [] for row in rows],
                 num_drafted=[row[4] - 1 for row in rows],
@@ -233,19 +247,19 @@ class Acceptor:
         logits, choices = self._choices(tree, logits, unknown, drawn)
         if self.relaxed is not None and tree.num_nodes > 1:
             choices = self.relaxed.choices(tree, logits, choices, states)
+        host = undefined = None
         if abilities(logits.device).host_memory:
             path, num_accepted, bonus_ids, host = _follow_on_host(tree, choices, nan, active)
         else:
-            (path, num_accepted, bonus_ids), host = follow(tree, choices), None
+            path, num_accepted, bonus_ids = follow(tree, choices)
+            undefined = choices[:, 0] == NO_DISTRIBUTION if self.do_sample else None
         scores = pick(logits, path) if self.keep_scores else None
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores, host)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores, host, undefined)
 
     def _choices(
         self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
     ) -> tuple[Tensor, Tensor]:
         """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
-        if self.do_sample and (not abilities(logits.device).host_memory or bool(unknown.any())):
-            logits = logits.masked_fill(unknown.unsqueeze(-1), 0)  # torch.multinomial raises for NaN
         if self.processors:
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
             logits = flat.view(logits.shape)
@@ -260,19 +274,13 @@ class Acceptor:
         return logits, choices.masked_fill(unknown, -1)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [...] int64: the target's choice; with the noise that was taken for it if the call samples.
-
-        Raises:
-            RuntimeError: a distribution has NaN, an infinite logit, or no possible token; plain sampling raises too.
-        """
+        """[..., vocab] -> [...] int64: the target's choice; with the noise that was taken for it if the call samples."""
         if not self.do_sample:
             return scores.argmax(-1)
         noise, self._noise_here = self._noise_here, None  # as large as `scores`
-        assert self.noise is not None
         assert noise is not None
         best = (scores + noise).max(-1)
-        self.noise.check(best.values)
-        return best.indices
+        return best.indices.masked_fill(~best.values.isfinite(), NO_DISTRIBUTION)
 
     def _take_noise(self, tree: DraftTree, vocab: int) -> None:
         """Takes the noise of all nodes of a tree; those of a row at one depth share it."""
@@ -325,6 +333,8 @@ class Acceptor:
             found, child = _children(tree, node, chosen, unknown)
             # The next prefix is this one plus the choice. No processor is called for tokens after the end of the text.
             outcome = torch.stack([found.to(chosen.dtype), chosen])[:, remaining].tolist()
+            if NO_DISTRIBUTION in outcome[1]:
+                raise _no_distribution()
             remaining = [
                 row
                 for row, hit, token in zip(remaining, *outcome, strict=True)
@@ -365,6 +375,8 @@ class Acceptor:
             columns.append(processed)
             found, child = _children(tree, node, chosen, unknown)
             new, at, has_child = torch.stack([chosen, node, found.to(node.dtype)]).tolist()
+            if NO_DISTRIBUTION in new:
+                raise _no_distribution()
             for row in running:
                 path[row].append(at[row])
                 tokens[row].append(new[row])
@@ -476,9 +488,10 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
         drafted: [..., siblings] bool, False where there is no draft; the other two are undefined there.
 
     Returns:
-        [...] int64. Equal to one of `draft_ids` wherever one is accepted.
+        [...] int64. Equal to one of `draft_ids` wherever one is accepted; `NO_DISTRIBUTION` where `scores` is none.
     """
     residual = torch.softmax(scores, dim=-1)
+    undefined = residual[..., 0].isnan()  # then all are NaN
     choices: Tensor | None = None
     undecided = torch.ones_like(scores[..., 0], dtype=torch.bool)
     for sibling in range(draft_ids.shape[-1]):
@@ -493,8 +506,9 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
         # A total of 0: the two distributions are equal up to rounding. NaN in `probs` gives no total either.
         has_residual = exists.unsqueeze(-1) & (total > 0)
         residual = (missing / total).where(has_residual, residual)
-    drawn = torch.multinomial(residual.view(-1, residual.shape[-1]), num_samples=1).view(undecided.shape)
-    return drawn if choices is None else drawn.where(undecided, choices)
+    drawn = draw(residual)
+    drawn = drawn if choices is None else drawn.where(undecided, choices)
+    return drawn.masked_fill(undefined, NO_DISTRIBUTION)
 
 
 def _drafts_after(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
@@ -504,6 +518,13 @@ def _drafts_after(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
     drafted[:, -1] = False  # nothing follows the last node
     draft_probs = torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1))
     return token_ids.unsqueeze(-1), draft_probs.unsqueeze(-2), drafted.unsqueeze(-1)
+
+
+def _no_distribution() -> RuntimeError:
+    return RuntimeError(
+        "The processed logits of the next token are no distribution to sample from: they have nan, inf or no possible "
+        "token."
+    )
 
 
 def _nan(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -526,7 +547,7 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         tree: the tree.
-        choices: [batch, nodes] int64, the token the target chose after each node, -1 for no choice.
+        choices: [batch, nodes] int64, the token the target chose after each node, less than 0 for no choice.
 
     Returns:
         path [batch, max_depth + 1], number of accepted nodes [batch], root excluded, and bonus_ids [batch], all int64.
@@ -568,6 +589,8 @@ def _follow_on_host(
         num_drafted.append(len(children))
         path: list[int] = []
         node: int | None = 0 if active is None or active[row] else None
+        if node == 0 and chosen[0] == NO_DISTRIBUTION:
+            raise _no_distribution()
         while node is not None and chosen[node] >= 0:
             path.append(node)
             node = children.get((node, chosen[node]))

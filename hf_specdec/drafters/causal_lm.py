@@ -48,6 +48,7 @@ from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import check_supported, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -545,11 +546,11 @@ class ChainGenerator(DraftModelGenerator):
         watched = options.may_stop or least is not None
         while True:
             if sampled:
-                # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
+                # Rows with non-finite logits get no draft, but must have a distribution.
                 scores = logits.where(top.values.isfinite(), 0.0)
                 scores = context.choice.warpers(token_ids[:, -1:], scores)
                 probs = scores.softmax(-1)
-                chosen = torch.multinomial(probs, num_samples=1)
+                chosen = draw(probs).unsqueeze(1)
                 draft_probs.append(probs)
             else:
                 scores, chosen = logits, top.indices

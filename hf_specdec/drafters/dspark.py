@@ -23,6 +23,7 @@ from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dflash import (
@@ -383,11 +384,11 @@ class ChainGenerator(DSparkGenerator):
             before = token_ids[:, -1]
             logits, state = slots.step(slot, before.unsqueeze(1), state)
             logits = to_columns(None, to_target(None, logits.squeeze(1)))
-            # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
+            # Rows with non-finite logits get no draft, but must have a distribution.
             logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
             if context.choice.do_sample:
                 draft_probs.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
-                chosen = torch.multinomial(draft_probs[-1], num_samples=1)
+                chosen = draw(draft_probs[-1]).unsqueeze(1)
             else:
                 chosen = logits.argmax(-1, keepdim=True)
                 survival = slots.confidence(slot, before)

@@ -37,6 +37,7 @@ from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.taps import decoder_of
@@ -538,9 +539,9 @@ class EarlyExitGenerator(PendingGenerator):
 
     def sample(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
         """Tokens [batch] sampled with the call's settings, and their distribution [batch, vocab]; not annealed."""
-        if not all(found):  # rows without an exit get no draft, but take part in the shared call of multinomial
+        if not all(found):  # rows without an exit get no draft, but must have a distribution
             logits = logits.where(torch.tensor(found, device=logits.device).unsqueeze(1), 0.0)
         scores = choice.warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
         # A warper may forbid the complete reduced vocabulary; then the distribution is uniform.
         probs = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
-        return torch.multinomial(probs, num_samples=1).squeeze(1), probs
+        return draw(probs), probs

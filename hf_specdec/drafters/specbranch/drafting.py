@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import ChoiceRule
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.draft_model import DraftModel
 
@@ -470,7 +471,7 @@ class BranchDrafting:
                 if not float(total) > 0:
                     break
                 remaining = remaining / total
-                tokens.append(int(torch.multinomial(remaining, 1, generator=self.random)))
+                tokens.append(int(draw(remaining, self.random)))
                 draft_probs.append(remaining)
         for token in tokens:
             known = leaf.next if leaf.next >= 0 and row.nodes[leaf.next].token == token else None
@@ -573,7 +574,7 @@ class BranchDrafting:
             scores = logits.where(top.values[..., :1].isfinite(), 0.0).view(-1, vocab)
             scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
             probs = scores.softmax(-1)
-            chosen = torch.multinomial(probs, 1, generator=self.random).flatten().tolist()
+            chosen = draw(probs, self.random).tolist()
             draft_probs = probs.unbind(0)
         made = [
             Prediction(*each) if each[1][0] == each[1][0] else None  # NaN differs from itself
