@@ -11,6 +11,7 @@ uses is replaced as long as the stand-in is in use.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,15 +37,18 @@ NOT_ARRIVED = {True: 77, False: -7.0e7}  # what a copy holds before it has arriv
 
 
 class Host:
-    """What the host has waited for, since the last `clear`; of all threads."""
+    """What the host has waited for, and where in the library, since the last `clear`; of all threads."""
 
     waits: ClassVar[list[str]] = []
     lock: ClassVar[threading.RLock] = threading.RLock()
 
     @classmethod
     def note(cls, what: str) -> None:
+        frame: Any = sys._getframe(1)
+        while frame.f_back is not None and "/hf_specdec/" not in frame.f_code.co_filename:
+            frame = frame.f_back
         with cls.lock:
-            cls.waits.append(what)
+            cls.waits.append(f"{what} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
 
 
 class Stream:
@@ -271,7 +275,7 @@ class StandIn(Tensor):
             return 0  # attention in plain operations
         given = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
         device = _device_of(func, name, args, given)
-        _note_waits(name, args)
+        _note_waits(name, args, kwargs)
         wrappers = {id(part.held): part for part in given if isinstance(part, StandIn)}
         goal = kwargs.get("device")
         if goal is not None:
@@ -313,8 +317,8 @@ def _device_of(func: Any, name: str, args: Any, given: list[Tensor]) -> torch.de
     return devices.pop()
 
 
-def _note_waits(name: str, args: Any) -> None:
-    if name in WAITS_INSIDE and (name != "repeat_interleave" or len(args) == 1):
+def _note_waits(name: str, args: Any, options: dict[str, Any]) -> None:
+    if name in WAITS_INSIDE and (name != "repeat_interleave" or options.get("output_size") is None):
         Host.note({"_local_scalar_dense": "item"}.get(name, name))
     elif name in ("index", "index_put", "index_put_"):
         fills = name != "index" and args[2].numel() == 1

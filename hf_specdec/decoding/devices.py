@@ -68,8 +68,10 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronises with the device, for time measurements."""
-    if not abilities(device).host_memory:
+    """Waits for what the current stream of the device was given, for time measurements."""
+    if abilities(device).works_ahead:
+        torch.cuda.current_stream(device).synchronize()
+    elif not abilities(device).host_memory:
         torch.accelerator.synchronize(device)
 
 

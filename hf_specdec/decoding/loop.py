@@ -243,7 +243,7 @@ class SpeculativeDecoding:
         with inference_on_cpu(sequences.ids.device), self.packed:
             tree = self.policy.draft(self.generator, context)
             self.stats.lap("draft")
-            tree = tree.within_vocabulary(self.vocab_size)
+            tree = tree.to(sequences.ids.device).within_vocabulary(self.vocab_size)  # a drafter may have its own device
             tree = self.target.within_reach(tree, self.state.root_positions)
         self.stats.lap("tree")
         return tree

@@ -473,8 +473,8 @@ class DraftModelGenerator(TreeCandidateGenerator):
         if min(starts) == max(starts):
             token_ids = context.sequences[:, starts[0] : lengths[0]]
         else:
-            columns = torch.tensor([list(range(start, start + steps)) for start in starts])
-            token_ids = context.sequences.gather(1, columns.to(context.sequences.device))
+            columns = from_host([list(range(start, start + steps)) for start in starts], context.sequences.device)
+            token_ids = context.sequences.gather(1, columns)
         chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
         # The root is the last of these nodes, and becomes node 0 of the round.
         logits = self.drafter.verify(chain, self.drafter.root_positions(), lead=steps - 1).logits[:, -1]
@@ -489,10 +489,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
             [min(length - 1, length - lag + step) for step in range(max(lags))]
             for length, lag in zip(context.lengths, lags, strict=True)
         ]
-        token_ids = context.sequences.gather(1, torch.tensor(columns, device=context.sequences.device)).to(device)
+        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device)).to(device)
         logits = self.drafter.verify(DraftTree.chain(token_ids), self.drafter.root_positions()).logits
         cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
-        return pick(logits, torch.tensor(lags, device=logits.device).unsqueeze(1) - 1)[:, 0]
+        return pick(logits, from_host(list(lags), logits.device).unsqueeze(1) - 1)[:, 0]
 
     def _prefill(self, token_ids: Tensor) -> None:
         drafter = self.drafter

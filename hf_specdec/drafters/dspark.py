@@ -335,7 +335,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
         states = self.marginals(context)
-        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head)
+        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head).to(states.device)
         logits[..., self.never] = -torch.inf
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
