@@ -457,7 +457,8 @@ def _making(op: Any) -> Callable[..., Tensor]:
 @contextmanager
 def devices() -> Iterator[type[Host]]:
     """In this context, `cuda:0` and `cuda:1` exist; gives what the host waits for."""
-    assert not torch.cuda.is_available(), "there is a real device"
+    if torch.cuda.is_available():
+        pytest.skip("the stand-in is for machines without a GPU")
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "CUDA")
     library.impl("empty_strided", _empty_strided, "CUDA")

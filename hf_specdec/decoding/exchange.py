@@ -81,8 +81,8 @@ class Committed:
         counts: valid entries of each row. Known on the host, except for generators with `drafts_early`.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
-        path: [batch, steps] int64, the node of each token in `tree`, -1 for a token that this drafter has not drafted;
-            None for the prefill.
+        path: [batch, steps] int64, the node of each token in `tree`; None for the prefill. Of a drafter whose tree was
+            merged with others it is in host memory, and -1 for a token that this drafter has not drafted.
         tokens: per row the accepted tokens, root excluded, then the bonus token; empty for the prefill, and where the
             host has not read them yet. The bonus token is the row's next root. It may have been drafted: a round may
             end before its accepted path does.

@@ -165,7 +165,7 @@ class SpeculativeDecoding:
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)
         self.read(VerifiedRound(tree, output, verdict), is_prefill=True)  # streams the first token
-        # Room for new tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
+        # New tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
         new = min(self.config.max_length - sequences.prompt_length, 4096)
         target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())

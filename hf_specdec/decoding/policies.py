@@ -475,9 +475,7 @@ class AutoBudget(Always):
                 best, best_rate = size, rate
         return best
 
-    def note(
-        self, tree: DraftTree, path: Tensor, num_accepted: list[int], drafted: bool, seconds: float
-    ) -> None:
+    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], drafted: bool, seconds: float) -> None:
         """Records a finished round, whether it was to draft, and its seconds; decides whether the next one drafts."""
         nodes = tree.num_nodes - 1
         if drafted:

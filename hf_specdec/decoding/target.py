@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FIRST_ROOM = 512  # entries after the prompt, before the buffers grow
+
 
 @dataclass
 class TargetOutput:
@@ -339,13 +341,17 @@ class TargetModel:
             self.prompt_starts = None
 
     def begin_rounds(self, capacity: int) -> None:
-        """Prepares for `verify`; `capacity` is the total number of entries that a row may need."""
+        """Prepares for `verify`; `capacity` is the total number of entries that a row may need.
+
+        Only captured forwards, which need fixed addresses, make room for all of them at once.
+        """
         if self.compiles and self.prompt_starts is not None and self.step.is_plain:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
                 self.cache.workspace = workspace
-                capacity = capacity_for(capacity)
+        room = self.cache.get_seq_length() + FIRST_ROOM
+        capacity = min(capacity, room) if self.static is None else capacity_for(capacity)
         self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
 
     def keep_rows(self, rows: Sequence[int], *, permanent: bool = False) -> None:

@@ -524,9 +524,10 @@ class ChainGenerator(DraftModelGenerator):
 
     def keep_accepted(self, committed: Committed) -> None:
         assert committed.path is not None
-        drafted = (committed.path >= 0).sum(1).tolist()
-        known = zip(committed.num_committed, drafted, strict=True)
-        counts = [min(count, own, self.num_run) for count, own in known]
+        counts = [min(count, self.num_run) for count in committed.num_committed]
+        if abilities(committed.path.device).host_memory:
+            own = (committed.path >= 0).sum(1).tolist()
+            counts = [min(both) for both in zip(counts, own, strict=True)]
         self.drafter.cache.commit_first(Counts.of(counts, self.drafter.cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
