@@ -7,9 +7,10 @@ if drafts were chosen without randomness or drawn independently of the target's 
 seed, the row and the position only, not on the tree (`noise.py`).
 If a tree has `draft_probs`, the distributions that its tokens were drawn from, the target's choice is coupled with the
 draft (`coupled_choices`) instead of drawn independently. Drafts are then accepted more often.
-Processors that depend on the logits only are applied to all nodes at once; the path is then found by `follow` on a
-device, and by `_follow_on_host` in host memory. Processors that read the prefix are called step by step. Code of the
-user (`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
+On a device, known processors are applied to all nodes at once if possible (`at_nodes.py`), and `follow` finds the
+path. In host memory `_follow_on_host` finds a greedy path; a sampled one is found step by step, since there processors
+and noise take time at each node. So are paths under other processors that read the prefix. Code of the user
+(`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
 Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling Leviathan et al., arXiv 2211.17192,
 Section 2.3.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.at_nodes import process_nodes, works_at_nodes
 from hf_specdec.decoding.devices import ToHost, abilities
 from hf_specdec.decoding.noise import PositionNoise, draw
 from hf_specdec.decoding.relaxed import Relaxed
@@ -58,7 +60,7 @@ class DrawnCandidates:
         return self.token_ids[rows], self.draft_probs[rows], self.drafted[rows]
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostVerdict:
     """A verdict as read by the host, per row.
 
@@ -142,9 +144,12 @@ class Verdict:
                 finite=[bool(row[2]) for row in rows],
                 nan=[bool(row[3]) for row in rows],
             )
-            self.counts.known = [row[0] for row in rows]
-            steps = max(1, *self.counts.known)
+            self.counts.known = known = [row[0] for row in rows]
+            steps = max(1, *known)
             self.path, self.path_ids = self.path[:, :steps], self.path_ids[:, :steps]
+            if abilities(self.path.device).host_memory:
+                pairs = zip(self.path.tolist(), known, strict=True)
+                self.host.is_prefix = all(nodes[:count] == list(range(count)) for nodes, count in pairs)
         return self.host
 
 
@@ -163,6 +168,10 @@ class Acceptor:
         lockstep: whether processors or criteria are code of the user, which must see the calls of plain decoding.
             Acceptance then appends the round's tokens to the sequences itself, column by column.
         relaxed: a rule that is not lossless, which the user asked for; None for the lossless one.
+        device: of the logits.
+
+    Attributes:
+        at_once: whether no processor needs more than the tree, the logits, and the text up to the root.
 
     Raises:
         ValueError: the relaxed rule cannot be used in this call.
@@ -176,6 +185,7 @@ class Acceptor:
         keep_scores: bool,
         lockstep: bool = False,
         relaxed: Relaxed | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.processors = logits_processor
         self.do_sample = do_sample
@@ -185,10 +195,11 @@ class Acceptor:
         self._position: Tensor | None = None  # [batch] int64: tokens that each row has chosen so far
         self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+        readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
+        self.prefix_free, self.on_host = not readers, abilities(torch.device(device)).host_memory
+        self.at_once = self.prefix_free or (not self.on_host and all(map(works_at_nodes, logits_processor)))
         self.relaxed = relaxed
-        if relaxed is not None and (lockstep or not self.prefix_free):
-            readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
+        if relaxed is not None and (lockstep or readers):
             raise ValueError(
                 f"acceptance={relaxed!r} compares whole paths, but this call has code that reads the text token by "
                 f"token ({', '.join(readers) or 'a stopping criterion or streamer of your own'}). Leave that out, or "
@@ -221,10 +232,10 @@ class Acceptor:
             self._position = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if self.lockstep:
             verdict = self._column_by_column(tree, logits, sequences, drawn)
-        elif self.prefix_free:
-            verdict = self._all_at_once(tree, logits, drawn, active, states)
+        elif self.at_once and (self.relaxed is not None or not (self.on_host and self.do_sample)):
+            verdict = self._all_at_once(tree, logits, sequences, drawn, active, states)
         else:
-            verdict = self._step_by_step(tree, logits, sequences, drawn)
+            verdict = self._step_by_step(tree, logits, sequences, drawn, active)
         if self._position is not None:
             self._position = self._position + verdict.counts.tensor
         return verdict
@@ -239,12 +250,13 @@ class Acceptor:
         self,
         tree: DraftTree,
         logits: Tensor,
+        sequences: Sequences,
         drawn: DrawnCandidates | None,
         active: list[bool] | None,
         states: Tensor | None,
     ) -> Verdict:
         nan, unknown = _nan(tree, logits)
-        logits, choices = self._choices(tree, logits, unknown, drawn)
+        logits, choices = self._choices(tree, process_nodes(self.processors, tree, logits, sequences), unknown, drawn)
         if self.relaxed is not None and tree.num_nodes > 1:
             choices = self.relaxed.choices(tree, logits, choices, states)
         host = undefined = None
@@ -260,21 +272,20 @@ class Acceptor:
         self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
     ) -> tuple[Tensor, Tensor]:
         """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
-        if self.processors:
-            flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
-            logits = flat.view(logits.shape)
+        rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
         if self.do_sample and tree.draft_probs is not None:
-            choices = coupled_choices(logits, *_drafts_after(tree))
+            nodes = torch.arange(tree.num_nodes, device=logits.device).unsqueeze(0)
+            choices = coupled_choices(logits, *_drafts_after(tree, rows, nodes))
         else:
             self._take_noise(tree, logits.shape[-1])
             choices = self._choose(logits)
         if drawn is not None:
-            leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
+            leaf = (rows[:, 0], drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
         return logits, choices.masked_fill(unknown, -1)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [...] int64: the target's choice; with the noise that was taken for it if the call samples."""
+        """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise taken for it."""
         if not self.do_sample:
             return scores.argmax(-1)
         noise, self._noise_here = self._noise_here, None  # as large as `scores`
@@ -297,9 +308,17 @@ class Acceptor:
             self._noise_here = self.noise.at(rows, self._position[rows] + depth, vocab)
 
     def _step_by_step(
-        self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sequences: Sequences,
+        drawn: DrawnCandidates | None,
+        active: list[bool] | None,
     ) -> Verdict:
-        """The same rule for known processors that read the prefix: one call per accepted token plus one, and length."""
+        """The same rule for the nodes of the path only: one call per accepted token plus one, and length if it is read.
+
+        The batch is complete if processors read the prefix, since they may look up a row's place.
+        """
         batch, _, vocab = logits.shape
         rows = torch.arange(batch, device=logits.device)
         path = tree.token_ids.new_zeros(batch, tree.max_depth + 1)
@@ -307,11 +326,12 @@ class Acceptor:
         bonus_ids = tree.token_ids[:, 0].clone()
         scores = logits.new_zeros(batch, tree.max_depth + 1, vocab) if self.keep_scores else None
         node = path.new_zeros(batch)
-        sequences.reserve(tree.max_depth + 1)
+        if not self.prefix_free:
+            sequences.reserve(tree.max_depth + 1)
         nan, unknown = _nan(tree, logits)
         num_accepted -= unknown[:, 0].long()  # these rows are not passed to any processor
-        active, failed = sequences.active, unknown[:, 0].tolist()
-        remaining = [row for row in range(batch) if active[row] and not failed[row]]
+        running, failed = active or sequences.of_remaining(sequences.active), unknown[:, 0].tolist()
+        remaining = [row for row in range(batch) if running[row] and not failed[row]]
         for depth in range(tree.max_depth + 1):
             if not remaining:
                 break
@@ -321,9 +341,12 @@ class Acceptor:
             def process(length: int, group: list[int], source_rows: list[int], at_node: Tensor = at_node) -> Tensor:
                 return self.processors(sequences.prefixes(length, group), at_node[source_rows])
 
-            for group, values in sequences.for_each_length(remaining, depth, process):
-                processed = processed.to(values.dtype)  # a processor may return another dtype
-                processed[group] = values[group]
+            if self.prefix_free:
+                processed = self.processors(tree.token_ids[:, :1], at_node)
+            else:
+                for group, values in sequences.for_each_length(remaining, depth, process):
+                    processed = processed.to(values.dtype)  # a processor may return another dtype
+                    processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
             chosen[remaining] = self._choices_at(tree, node, remaining, depth, processed[remaining], drawn)
             if scores is not None:
@@ -338,16 +361,16 @@ class Acceptor:
             remaining = [
                 row
                 for row, hit, token in zip(remaining, *outcome, strict=True)
-                if hit and not sequences.ends(token, sequences.lengths[row] + depth + 1)
+                if hit and (self.prefix_free or not sequences.ends(token, sequences.lengths[row] + depth + 1))
             ]
             if depth == tree.max_depth:
                 break
-            for row in remaining:
+            for row in [] if self.prefix_free else remaining:
                 sequences.ids[row, sequences.lengths[row] + depth] = chosen[row]
             node[remaining] = child[remaining]
             path[remaining, depth + 1] = child[remaining]
             num_accepted[remaining] += 1
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, running, scores)
 
     def _column_by_column(
         self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
@@ -433,8 +456,7 @@ class Acceptor:
         """
         index = from_host(rows, node.device)
         if self.do_sample and tree.draft_probs is not None:
-            here = (index, node[index])
-            chosen = coupled_choices(scores, *(part[here] for part in _drafts_after(tree)))
+            chosen = coupled_choices(scores, *_drafts_after(tree, index, node[index]))
         else:
             self._take_noise_at(index, depth, scores.shape[-1])
             chosen = self._choose(scores)
@@ -511,13 +533,15 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
     return drawn.masked_fill(undefined, NO_DISTRIBUTION)
 
 
-def _drafts_after(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft after each node of a sampled chain, as one sibling: token ids, distributions, and whether it exists."""
+def _drafts_after(tree: DraftTree, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The draft after nodes of a sampled chain, as one sibling: token ids, distributions, and whether it exists."""
     assert tree.draft_probs is not None
-    token_ids, drafted = tree.token_ids.roll(-1, 1), tree.valid.roll(-1, 1)
-    drafted[:, -1] = False  # nothing follows the last node
-    draft_probs = torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1))
-    return token_ids.unsqueeze(-1), draft_probs.unsqueeze(-2), drafted.unsqueeze(-1)
+    last = tree.num_nodes - 1
+    after = (nodes + 1).clamp(max=last)
+    drafted = tree.valid[rows, after] & (nodes < last)
+    # After the last node any distribution will do, since it is not used.
+    draft_probs = tree.draft_probs[rows, after - 1] if last else tree.draft_probs.new_zeros(*drafted.shape, 1)
+    return tree.token_ids[rows, after].unsqueeze(-1), draft_probs.unsqueeze(-2), drafted.unsqueeze(-1)
 
 
 def _no_distribution() -> RuntimeError:

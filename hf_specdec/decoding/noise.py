@@ -57,10 +57,10 @@ class PositionNoise:
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token from each distribution: [..., vocab] -> [...] int64. Without a check of `probs`, so nothing waits for it.
+    """One token from each distribution: [..., vocab] -> [...] int64. Nothing is checked, so nothing waits for `probs`.
 
-    With independent E ~ Exp(1), p / E is largest at a token with its probability p, as in Gumbel-max. `torch.multinomial`
-    draws the same token from the same generator, but on CUDA it reads a check of its input in the oldest supported torch.
+    With independent E ~ Exp(1), p / E is largest at a token with its probability p, as in Gumbel-max.
+    `torch.multinomial` draws the same way, but on CUDA it reads a check of its input in the oldest supported torch.
 
     Example:
         >>> draw(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import ToHost
+from hf_specdec.decoding.layers import entries
 from hf_specdec.decoding.target import TargetModel
 from tests import stand_in
 from tests.decoding.test_finished_rows import drafter_of, settings_of
@@ -154,6 +158,84 @@ def test_rounds_wait_once_too_when_rows_are_dropped(
         target.generate(**on_device(five_prompts()), **settings, assistant_model=drafter)
     assert min(batches) < 5
     assert_few_waits(rounds)
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"min_new_tokens": 5, "eos_token_id": list(range(0, 64, 3))},
+    {"min_length": 14, "repetition_penalty": 0.6, "eos_token_id": list(range(0, 64, 3))},
+]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
+@pytest.mark.parametrize("settings", PENALTIES, ids=str)
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_known_processors_that_read_the_text_run_on_the_device_for_all_nodes(
+    batch: str, settings: dict[str, Any], mode: str, rounds: list[list[str]]
+) -> None:
+    target = fresh_target("llama", "sdpa")
+    settings = {"max_new_tokens": 16, "do_sample": False} | settings
+    alone = target.generate(**PROMPTS[batch](), **settings)
+    model = METHODS["causal_lm_chain"](target)  # right often
+    for drafter in (placed("ddtree", target), stand_in.place(model, "cuda:0")):
+        drafter.set_options(compile_mode=mode)
+        for _ in range(2):  # the first call captures
+            rounds.clear()
+            text = target.generate(**on_device(PROMPTS[batch]()), **settings, assistant_model=drafter)
+            assert text.tolist() == alone.tolist()
+        assert drafter.stats.num_draft_tokens > 0
+        assert_few_waits(rounds, 1 if drafter is not model else 2)
+    settings |= {"do_sample": True, "top_k": 1}
+    assert (
+        target.generate(**on_device(PROMPTS[batch]()), **settings, assistant_model=drafter).tolist() == alone.tolist()
+    )
+
+
+def test_a_streamer_gets_its_tokens_from_the_host(rounds: list[list[str]]) -> None:
+    class Heard(BaseStreamer):
+        tokens: ClassVar[list[int]] = []
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = placed("ddtree", target)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": drafter}
+    text = target.generate(**on_device(prompts), **settings, streamer=Heard())
+    assert text[0].tolist() == Heard.tokens
+    assert_few_waits(rounds)
+
+
+def test_buffers_of_rounds_are_filled_while_earlier_ones_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "SLAB_BYTES", 1)  # one buffer for each layer's keys, and one for its values
+    cache = TreeCache(4)
+    for layer in cache.layers:
+        layer.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
+    before = [weakref.ref(part) for layer in cache.layers for part in (layer.keys, layer.values)]
+    alive: list[int] = []
+
+    class CountBuffers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "zeros":
+                alive.append(sum(part() is not None for part in before))
+            return func(*args, **(kwargs or {}))
+
+    with CountBuffers():
+        cache.begin_rounds(64)
+    assert alive == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("capacity", [100, 20_000])
+def test_a_call_begins_with_room_for_few_tokens(capacity: int) -> None:
+    target = TargetModel(make_target("llama", "sdpa"))
+    with torch.no_grad():
+        target.prefill_alone(torch.tensor([[3, 4, 5]]), max_length=capacity)
+        target.begin_rounds(capacity)
+    assert target.cache.capacity == min(capacity, 3 + 512)
 
 
 @pytest.mark.parametrize("method", ["ddtree", "eagle3", "ngram"])
