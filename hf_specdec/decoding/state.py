@@ -73,7 +73,7 @@ class _Sum(Counts):
     @property
     def known(self) -> list[int] | None:  # type: ignore[override]
         known = [part.known for part in self.parts]
-        return None if None in known else [sum(numbers) for numbers in zip(*known, strict=True)]  # type: ignore[arg-type]
+        return None if None in known else [sum(numbers) for numbers in zip(*known, strict=True)]
 
 
 @dataclass

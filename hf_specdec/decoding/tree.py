@@ -8,7 +8,7 @@ Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. `accept.py` has the acce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,13 +269,15 @@ class DraftTree:
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """Selects rows."""
         index = from_host(rows, self.token_ids.device)
-        return replace(self, **{name: each[index] for name, each in vars(self).items() if isinstance(each, Tensor)})
+        return self._changed(lambda part: part[index])
 
     def to(self, device: torch.device) -> DraftTree:
         """The same tree on another device."""
-        if self.token_ids.device == device:
-            return self
-        return replace(self, **{name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)})
+        return self if self.token_ids.device == device else self._changed(lambda part: part.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        changed: dict[str, Any] = {name: change(each) for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **changed)
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree; nodes with ids outside [0, vocab_size), which the target cannot embed, become invalid."""

@@ -577,12 +577,11 @@ class ChainGenerator(DraftModelGenerator):
             top = logits.max(-1, keepdim=True)
             active = active & top.values.squeeze(1).isfinite()
             valid.append(active)
-        device = context.root_ids.device
         return DraftTree.chain(
-            token_ids.to(device),
-            valid=torch.stack(valid, dim=1).to(device),
-            finite=finite.to(device),
-            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
+            token_ids,
+            valid=torch.stack(valid, dim=1),
+            finite=finite,
+            draft_probs=torch.stack(draft_probs, dim=1) if draft_probs else None,
         )
 
     def describe(self, tree: DraftTree) -> NodeNotes:
@@ -697,9 +696,8 @@ class TreeGenerator(DraftModelGenerator):
         cached = parents.new_full((batch, 1 + parents.shape[1]), -1).scatter(
             1, where, torch.cat(indices).expand_as(where)
         )
-        at = context.root_ids.device
-        best = (part.to(at) for part in (scores, token_ids, parents, finite))
-        tree = best_tree(context.root_ids, *best, depth=run.max_depth + 1, budget=budget)
+        best = scores, token_ids, parents, finite
+        tree = best_tree(context.root_ids.to(device), *best, depth=run.max_depth + 1, budget=budget)
         assert tree.path_logprobs is not None
         drafted = int((tree.path_logprobs > -torch.inf).sum(1).max()) - 1
         chosen = scores.argsort(dim=1, descending=True, stable=True)[:, :drafted]

@@ -396,13 +396,9 @@ class ChainGenerator(DSparkGenerator):
                     survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
                 paths.append(paths[-1] + survival.unsqueeze(1))
             token_ids = torch.cat([token_ids, chosen], dim=1)
-        device = context.root_ids.device
-        chain = DraftTree.chain(
-            token_ids.to(device),
-            finite=finite.to(device),
-            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
-        )
-        return chain if draft_probs else replace(chain, path_logprobs=torch.cat(paths, 1).to(device))
+        if draft_probs:
+            return DraftTree.chain(token_ids, finite=finite, draft_probs=torch.stack(draft_probs, dim=1))
+        return replace(DraftTree.chain(token_ids, finite=finite), path_logprobs=torch.cat(paths, 1))
 
 
 register(
