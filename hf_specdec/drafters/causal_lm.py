@@ -502,7 +502,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
             token_ids.to(device), None if mask is None else mask.to(device), self.num_positions or sys.maxsize
         )
         room = length + 256
-        if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
+        if drafter.compile_mode != "none":  # buffers with the target's capacity suffice for the whole call
             room = max(room, self.target.cache.capacity - graphs.NODE_BUCKETS[-1])
         drafter.begin_rounds(room)
 

@@ -112,6 +112,29 @@ def test_a_captured_round_waits_once(method: str, batch: str, do_sample: bool, r
     assert_few_waits(rounds)
 
 
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_auto_captures_shapes_that_come_again(method: str, host: type[stand_in.Host]) -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, max_new_tokens=12, do_sample=False)
+    drafter = placed(method, target)
+    drafter.set_options(compile_mode="auto")
+    for new, captures in ((2, False), (12, True)):
+        Replaying.made = 0
+        text = target.generate(**on_device(prompts), max_new_tokens=new, do_sample=False, assistant_model=drafter)
+        assert text.tolist() == alone[:, : text.shape[1]].tolist()
+        assert (Replaying.made > 0) == captures
+
+
+def test_auto_compiles_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: pytest.fail("compiled"))
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_dflash(target, method="dflash")
+    drafter.set_options(compile_mode="auto")
+    alone = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    text = target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert text.tolist() == alone.tolist()
+
+
 @pytest.mark.by_the_clock
 @pytest.mark.parametrize("method", ["ddtree", "eagle3"])
 def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_launched(
