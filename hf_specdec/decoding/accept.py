@@ -352,11 +352,15 @@ class Acceptor:
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[remaining, depth] = processed[remaining]
-            bonus_ids[remaining] = chosen[remaining]
+            undefined = (
+                chosen[remaining] == NO_DISTRIBUTION
+            )  # such a node is not accepted: its token is the bonus token
+            bonus_ids[remaining] = bonus_ids[remaining].where(undefined, chosen[remaining])
+            num_accepted[remaining] -= undefined.long()
             found, child = _children(tree, node, chosen, unknown)
             # The next prefix is this one plus the choice. No processor is called for tokens after the end of the text.
             outcome = torch.stack([found.to(chosen.dtype), chosen])[:, remaining].tolist()
-            if NO_DISTRIBUTION in outcome[1]:
+            if depth == 0 and NO_DISTRIBUTION in outcome[1]:
                 raise _no_distribution()
             remaining = [
                 row
