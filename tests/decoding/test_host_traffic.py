@@ -190,7 +190,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 @pytest.mark.parametrize("batch", PROMPTS)
