@@ -7,9 +7,10 @@ if drafts were chosen without randomness or drawn independently of the target's 
 seed, the row and the position only, not on the tree (`noise.py`).
 If a tree has `draft_probs`, the distributions that its tokens were drawn from, the target's choice is coupled with the
 draft (`coupled_choices`) instead of drawn independently. Drafts are then accepted more often.
-Processors that depend on the logits only are applied to all nodes at once; the path is then found by `follow` on a
-device, and by `_follow_on_host` in host memory. Processors that read the prefix are called step by step. Code of the
-user (`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
+On a device, known processors are applied to all nodes at once if possible (`at_nodes.py`), and `follow` finds the
+path. In host memory `_follow_on_host` finds a greedy path; a sampled one is found step by step, since there processors
+and noise take time at each node. So are paths under other processors that read the prefix. Code of the user
+(`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
 Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling Leviathan et al., arXiv 2211.17192,
 Section 2.3.
 """
@@ -23,13 +24,18 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.at_nodes import process_nodes, works_at_nodes
 from hf_specdec.decoding.devices import ToHost, abilities
-from hf_specdec.decoding.noise import PositionNoise
+from hf_specdec.decoding.noise import PositionNoise, draw
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
+
+# The choice at a node whose processed logits are no distribution: NaN, an infinite logit, or no possible token. Such a
+# node is not accepted; the call raises where it is a root, which is where plain sampling raises.
+NO_DISTRIBUTION = -2
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class DrawnCandidates:
         return self.token_ids[rows], self.draft_probs[rows], self.drafted[rows]
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostVerdict:
     """A verdict as read by the host, per row.
 
@@ -86,6 +92,7 @@ class Verdict:
         active: per row, whether its result is used; None for all.
         scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`; None if not requested.
         host: the same verdict, if it was computed on the host; `path` then has the columns that the longest row needs.
+        undefined: [batch] bool, whether the choice at the root is `NO_DISTRIBUTION`; None for nowhere.
 
     Attributes:
         path: [batch, steps] int64. `steps` is max_depth + 1 before `read`, then what the longest row needs.
@@ -103,6 +110,7 @@ class Verdict:
         active: list[bool] | None = None,
         scores: Tensor | None = None,
         host: HostVerdict | None = None,
+        undefined: Tensor | None = None,
     ) -> None:
         self.path, self.path_ids, self.bonus_ids, self.scores = path, pick(tree.token_ids, path), bonus_ids, scores
         counts = num_accepted + 1
@@ -114,23 +122,34 @@ class Verdict:
             self.counts.known = [len(tokens) for tokens in host.tokens]
             return
         finite = tree.valid[:, 0] if tree.finite is None else tree.finite
+        if undefined is not None:
+            nan = nan + 2 * (undefined if active is None else undefined & is_active)
         columns = torch.stack([counts, bonus_ids, finite, nan, tree.valid.sum(1)], dim=1)
         self._copy = ToHost(torch.cat([columns, self.path_ids], dim=1))
 
     def read(self) -> HostVerdict:
-        """The verdict on the host; the first call waits for the device."""
+        """The verdict on the host; the first call waits for the device.
+
+        Raises:
+            RuntimeError: as plain sampling, which cannot choose the next token.
+        """
         if self.host is None:
             assert self._copy is not None
             rows = self._copy.tolist()
+            if any(row[3] > 1 for row in rows):
+                raise _no_distribution()
             self.host = HostVerdict(
                 tokens=[[*row[6 : 5 + row[0]], row[1]] if row[0] else [] for row in rows],
                 num_drafted=[row[4] - 1 for row in rows],
                 finite=[bool(row[2]) for row in rows],
                 nan=[bool(row[3]) for row in rows],
             )
-            self.counts.known = [row[0] for row in rows]
-            steps = max(1, *self.counts.known)
+            self.counts.known = known = [row[0] for row in rows]
+            steps = max(1, *known)
             self.path, self.path_ids = self.path[:, :steps], self.path_ids[:, :steps]
+            if abilities(self.path.device).host_memory:
+                pairs = zip(self.path.tolist(), known, strict=True)
+                self.host.is_prefix = all(nodes[:count] == list(range(count)) for nodes, count in pairs)
         return self.host
 
 
@@ -149,6 +168,10 @@ class Acceptor:
         lockstep: whether processors or criteria are code of the user, which must see the calls of plain decoding.
             Acceptance then appends the round's tokens to the sequences itself, column by column.
         relaxed: a rule that is not lossless, which the user asked for; None for the lossless one.
+        device: of the logits.
+
+    Attributes:
+        at_once: whether no processor needs more than the tree, the logits, and the text up to the root.
 
     Raises:
         ValueError: the relaxed rule cannot be used in this call.
@@ -162,6 +185,7 @@ class Acceptor:
         keep_scores: bool,
         lockstep: bool = False,
         relaxed: Relaxed | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.processors = logits_processor
         self.do_sample = do_sample
@@ -171,10 +195,11 @@ class Acceptor:
         self._position: Tensor | None = None  # [batch] int64: tokens that each row has chosen so far
         self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+        readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
+        self.prefix_free, self.on_host = not readers, abilities(torch.device(device)).host_memory
+        self.at_once = self.prefix_free or (not self.on_host and all(map(works_at_nodes, logits_processor)))
         self.relaxed = relaxed
-        if relaxed is not None and (lockstep or not self.prefix_free):
-            readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
+        if relaxed is not None and (lockstep or readers):
             raise ValueError(
                 f"acceptance={relaxed!r} compares whole paths, but this call has code that reads the text token by "
                 f"token ({', '.join(readers) or 'a stopping criterion or streamer of your own'}). Leave that out, or "
@@ -207,10 +232,10 @@ class Acceptor:
             self._position = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if self.lockstep:
             verdict = self._column_by_column(tree, logits, sequences, drawn)
-        elif self.prefix_free:
-            verdict = self._all_at_once(tree, logits, drawn, active, states)
+        elif self.at_once and (self.relaxed is not None or not (self.on_host and self.do_sample)):
+            verdict = self._all_at_once(tree, logits, sequences, drawn, active, states)
         else:
-            verdict = self._step_by_step(tree, logits, sequences, drawn)
+            verdict = self._step_by_step(tree, logits, sequences, drawn, active)
         if self._position is not None:
             self._position = self._position + verdict.counts.tensor
         return verdict
@@ -225,54 +250,48 @@ class Acceptor:
         self,
         tree: DraftTree,
         logits: Tensor,
+        sequences: Sequences,
         drawn: DrawnCandidates | None,
         active: list[bool] | None,
         states: Tensor | None,
     ) -> Verdict:
         nan, unknown = _nan(tree, logits)
-        logits, choices = self._choices(tree, logits, unknown, drawn)
+        logits, choices = self._choices(tree, process_nodes(self.processors, tree, logits, sequences), unknown, drawn)
         if self.relaxed is not None and tree.num_nodes > 1:
             choices = self.relaxed.choices(tree, logits, choices, states)
+        host = undefined = None
         if abilities(logits.device).host_memory:
             path, num_accepted, bonus_ids, host = _follow_on_host(tree, choices, nan, active)
         else:
-            (path, num_accepted, bonus_ids), host = follow(tree, choices), None
+            path, num_accepted, bonus_ids = follow(tree, choices)
+            undefined = choices[:, 0] == NO_DISTRIBUTION if self.do_sample else None
         scores = pick(logits, path) if self.keep_scores else None
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores, host)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores, host, undefined)
 
     def _choices(
         self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
     ) -> tuple[Tensor, Tensor]:
         """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
-        if self.do_sample and (not abilities(logits.device).host_memory or bool(unknown.any())):
-            logits = logits.masked_fill(unknown.unsqueeze(-1), 0)  # torch.multinomial raises for NaN
-        if self.processors:
-            flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
-            logits = flat.view(logits.shape)
+        rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
         if self.do_sample and tree.draft_probs is not None:
-            choices = coupled_choices(logits, *_drafts_after(tree))
+            nodes = torch.arange(tree.num_nodes, device=logits.device).unsqueeze(0)
+            choices = coupled_choices(logits, *_drafts_after(tree, rows, nodes))
         else:
             self._take_noise(tree, logits.shape[-1])
             choices = self._choose(logits)
         if drawn is not None:
-            leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
+            leaf = (rows[:, 0], drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
         return logits, choices.masked_fill(unknown, -1)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [...] int64: the target's choice; with the noise that was taken for it if the call samples.
-
-        Raises:
-            RuntimeError: a distribution has NaN, an infinite logit, or no possible token; plain sampling raises too.
-        """
+        """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise taken for it."""
         if not self.do_sample:
             return scores.argmax(-1)
         noise, self._noise_here = self._noise_here, None  # as large as `scores`
-        assert self.noise is not None
         assert noise is not None
         best = (scores + noise).max(-1)
-        self.noise.check(best.values)
-        return best.indices
+        return best.indices.masked_fill(~best.values.isfinite(), NO_DISTRIBUTION)
 
     def _take_noise(self, tree: DraftTree, vocab: int) -> None:
         """Takes the noise of all nodes of a tree; those of a row at one depth share it."""
@@ -289,9 +308,17 @@ class Acceptor:
             self._noise_here = self.noise.at(rows, self._position[rows] + depth, vocab)
 
     def _step_by_step(
-        self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sequences: Sequences,
+        drawn: DrawnCandidates | None,
+        active: list[bool] | None,
     ) -> Verdict:
-        """The same rule for known processors that read the prefix: one call per accepted token plus one, and length."""
+        """The same rule for the nodes of the path only: one call per accepted token plus one, and length if it is read.
+
+        The batch is complete if processors read the prefix, since they may look up a row's place.
+        """
         batch, _, vocab = logits.shape
         rows = torch.arange(batch, device=logits.device)
         path = tree.token_ids.new_zeros(batch, tree.max_depth + 1)
@@ -299,11 +326,12 @@ class Acceptor:
         bonus_ids = tree.token_ids[:, 0].clone()
         scores = logits.new_zeros(batch, tree.max_depth + 1, vocab) if self.keep_scores else None
         node = path.new_zeros(batch)
-        sequences.reserve(tree.max_depth + 1)
+        if not self.prefix_free:
+            sequences.reserve(tree.max_depth + 1)
         nan, unknown = _nan(tree, logits)
         num_accepted -= unknown[:, 0].long()  # these rows are not passed to any processor
-        active, failed = sequences.active, unknown[:, 0].tolist()
-        remaining = [row for row in range(batch) if active[row] and not failed[row]]
+        running, failed = active or sequences.of_remaining(sequences.active), unknown[:, 0].tolist()
+        remaining = [row for row in range(batch) if running[row] and not failed[row]]
         for depth in range(tree.max_depth + 1):
             if not remaining:
                 break
@@ -313,31 +341,40 @@ class Acceptor:
             def process(length: int, group: list[int], source_rows: list[int], at_node: Tensor = at_node) -> Tensor:
                 return self.processors(sequences.prefixes(length, group), at_node[source_rows])
 
-            for group, values in sequences.for_each_length(remaining, depth, process):
-                processed = processed.to(values.dtype)  # a processor may return another dtype
-                processed[group] = values[group]
+            if self.prefix_free:
+                processed = self.processors(tree.token_ids[:, :1], at_node)
+            else:
+                for group, values in sequences.for_each_length(remaining, depth, process):
+                    processed = processed.to(values.dtype)  # a processor may return another dtype
+                    processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
             chosen[remaining] = self._choices_at(tree, node, remaining, depth, processed[remaining], drawn)
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[remaining, depth] = processed[remaining]
-            bonus_ids[remaining] = chosen[remaining]
+            undefined = (
+                chosen[remaining] == NO_DISTRIBUTION
+            )  # such a node is not accepted: its token is the bonus token
+            bonus_ids[remaining] = bonus_ids[remaining].where(undefined, chosen[remaining])
+            num_accepted[remaining] -= undefined.long()
             found, child = _children(tree, node, chosen, unknown)
             # The next prefix is this one plus the choice. No processor is called for tokens after the end of the text.
             outcome = torch.stack([found.to(chosen.dtype), chosen])[:, remaining].tolist()
+            if depth == 0 and NO_DISTRIBUTION in outcome[1]:
+                raise _no_distribution()
             remaining = [
                 row
                 for row, hit, token in zip(remaining, *outcome, strict=True)
-                if hit and not sequences.ends(token, sequences.lengths[row] + depth + 1)
+                if hit and (self.prefix_free or not sequences.ends(token, sequences.lengths[row] + depth + 1))
             ]
             if depth == tree.max_depth:
                 break
-            for row in remaining:
+            for row in [] if self.prefix_free else remaining:
                 sequences.ids[row, sequences.lengths[row] + depth] = chosen[row]
             node[remaining] = child[remaining]
             path[remaining, depth + 1] = child[remaining]
             num_accepted[remaining] += 1
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, running, scores)
 
     def _column_by_column(
         self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
@@ -365,6 +402,8 @@ class Acceptor:
             columns.append(processed)
             found, child = _children(tree, node, chosen, unknown)
             new, at, has_child = torch.stack([chosen, node, found.to(node.dtype)]).tolist()
+            if NO_DISTRIBUTION in new:
+                raise _no_distribution()
             for row in running:
                 path[row].append(at[row])
                 tokens[row].append(new[row])
@@ -421,8 +460,7 @@ class Acceptor:
         """
         index = from_host(rows, node.device)
         if self.do_sample and tree.draft_probs is not None:
-            here = (index, node[index])
-            chosen = coupled_choices(scores, *(part[here] for part in _drafts_after(tree)))
+            chosen = coupled_choices(scores, *_drafts_after(tree, index, node[index]))
         else:
             self._take_noise_at(index, depth, scores.shape[-1])
             chosen = self._choose(scores)
@@ -476,9 +514,10 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
         drafted: [..., siblings] bool, False where there is no draft; the other two are undefined there.
 
     Returns:
-        [...] int64. Equal to one of `draft_ids` wherever one is accepted.
+        [...] int64. Equal to one of `draft_ids` wherever one is accepted; `NO_DISTRIBUTION` where `scores` is none.
     """
     residual = torch.softmax(scores, dim=-1)
+    undefined = residual[..., 0].isnan()  # then all are NaN
     choices: Tensor | None = None
     undecided = torch.ones_like(scores[..., 0], dtype=torch.bool)
     for sibling in range(draft_ids.shape[-1]):
@@ -493,17 +532,27 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
         # A total of 0: the two distributions are equal up to rounding. NaN in `probs` gives no total either.
         has_residual = exists.unsqueeze(-1) & (total > 0)
         residual = (missing / total).where(has_residual, residual)
-    drawn = torch.multinomial(residual.view(-1, residual.shape[-1]), num_samples=1).view(undecided.shape)
-    return drawn if choices is None else drawn.where(undecided, choices)
+    drawn = draw(residual)
+    drawn = drawn if choices is None else drawn.where(undecided, choices)
+    return drawn.masked_fill(undefined, NO_DISTRIBUTION)
 
 
-def _drafts_after(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft after each node of a sampled chain, as one sibling: token ids, distributions, and whether it exists."""
+def _drafts_after(tree: DraftTree, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The draft after nodes of a sampled chain, as one sibling: token ids, distributions, and whether it exists."""
     assert tree.draft_probs is not None
-    token_ids, drafted = tree.token_ids.roll(-1, 1), tree.valid.roll(-1, 1)
-    drafted[:, -1] = False  # nothing follows the last node
-    draft_probs = torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1))
-    return token_ids.unsqueeze(-1), draft_probs.unsqueeze(-2), drafted.unsqueeze(-1)
+    last = tree.num_nodes - 1
+    after = (nodes + 1).clamp(max=last)
+    drafted = tree.valid[rows, after] & (nodes < last)
+    # After the last node any distribution will do, since it is not used.
+    draft_probs = tree.draft_probs[rows, after - 1] if last else tree.draft_probs.new_zeros(*drafted.shape, 1)
+    return tree.token_ids[rows, after].unsqueeze(-1), draft_probs.unsqueeze(-2), drafted.unsqueeze(-1)
+
+
+def _no_distribution() -> RuntimeError:
+    return RuntimeError(
+        "The processed logits of the next token are no distribution to sample from: they have nan, inf or no possible "
+        "token."
+    )
 
 
 def _nan(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -526,7 +575,7 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         tree: the tree.
-        choices: [batch, nodes] int64, the token the target chose after each node, -1 for no choice.
+        choices: [batch, nodes] int64, the token the target chose after each node, less than 0 for no choice.
 
     Returns:
         path [batch, max_depth + 1], number of accepted nodes [batch], root excluded, and bonus_ids [batch], all int64.
@@ -568,6 +617,8 @@ def _follow_on_host(
         num_drafted.append(len(children))
         path: list[int] = []
         node: int | None = 0 if active is None or active[row] else None
+        if node == 0 and chosen[0] == NO_DISTRIBUTION:
+            raise _no_distribution()
         while node is not None and chosen[node] >= 0:
             path.append(node)
             node = children.get((node, chosen[node]))

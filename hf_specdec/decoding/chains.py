@@ -189,7 +189,7 @@ class HostChains:
             choice=self.choice,
             lap=self.stats.lap,
         )
-        tree = self.policy.draft(generator, context).within_vocabulary(self.vocab_size)
+        tree = self.policy.draft(generator, context).to(input_ids.device).within_vocabulary(self.vocab_size)
         self.tree, self.path = tree, self._verifiable(tree, self.max_length - input_ids.shape[1] - 1)
         if generator.reads_cache:
             output = generator.verify(self.target, tree, RoundState(context.root_ids, root_positions))

@@ -70,8 +70,10 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronises with the device, for time measurements."""
-    if not abilities(device).host_memory:
+    """Waits for what the current stream of the device was given, for time measurements."""
+    if abilities(device).works_ahead:
+        torch.cuda.current_stream(device).synchronize()
+    elif not abilities(device).host_memory:
         torch.accelerator.synchronize(device)
 
 
@@ -93,6 +95,11 @@ class ToHost:
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensor.device))  # the stream of the copy
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `tolist` would not wait."""
+        return self._arrived is None or self._arrived.query()
 
     def tolist(self) -> Any:
         """The values; waits for the copy."""

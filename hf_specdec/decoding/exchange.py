@@ -81,8 +81,8 @@ class Committed:
         counts: valid entries of each row. Known on the host, except for generators with `drafts_early`.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
-        path: [batch, steps] int64, the node of each token in `tree`, -1 for a token that this drafter has not drafted;
-            None for the prefill.
+        path: [batch, steps] int64, the node of each token in `tree`; None for the prefill. Of a drafter whose tree was
+            merged with others it is in host memory, and -1 for a token that this drafter has not drafted.
         tokens: per row the accepted tokens, root excluded, then the bonus token; empty for the prefill, and where the
             host has not read them yet. The bonus token is the row's next root. It may have been drafted: a round may
             end before its accepted path does.
@@ -185,13 +185,11 @@ class Committed:
 
     def followed_by(self, later: Committed) -> Committed:
         """Joins this commit and that of the next round, for drafters that did not draft in between."""
-        device = self.token_ids.device
         token_ids = torch.cat([self.token_ids, later.token_ids], 1)
         position_ids = torch.cat([self.position_ids, later.position_ids], 1)
         features = None
         if self.features is not None and later.features is not None:
             features = torch.cat([self.features, later.features], 1)
-        counts = Counts.of([sum(both) for both in zip(self.num_committed, later.num_committed, strict=True)], device)
         present = torch.cat(
             [
                 torch.ones_like(part.token_ids, dtype=torch.bool) if part.valid is None else part.valid
@@ -205,7 +203,7 @@ class Committed:
             features=features,
             position_ids=position_ids,
             valid=present,
-            counts=counts,
+            counts=self.counts.plus(later.counts),
             path=None,
         )
         return joined.aligned()

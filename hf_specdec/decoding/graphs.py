@@ -45,7 +45,8 @@ MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not u
 # Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. On an H100 a
 # padded entry of an 8B model costs 44 ns a round on paper. With 0.15 s for a capture, steps of 7,000 cost least.
 FIRST_PREFIX, PREFIX_STEP = 256, 8192
-CompileMode = Literal["none", "reduce-overhead"]
+FIRST_RUNS = 2  # of a shape that compile_mode="auto" does not capture yet: many shapes never come again
+CompileMode = Literal["none", "auto", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
 
 
@@ -188,17 +189,22 @@ class Captured:
         inputs: written before each run.
         graph: None if it is not captured yet, or cannot be.
         lacked_memory: whether there was no memory to capture it in the present call.
+        runs: how often it was run without a graph.
     """
 
     inputs: tuple[Tensor, ...]
     graph: Graph | None = None
     lacked_memory: bool = False
+    runs: int = 0
 
 
 class Workspace:
     """What `generate` calls with one model share: key and value buffers, static inputs, captured forwards.
 
     For one call at a time: a call that runs at the same time gets no workspace.
+
+    Attributes:
+        first_runs: how often a shape is run before it is captured.
     """
 
     def __init__(self) -> None:
@@ -209,6 +215,7 @@ class Workspace:
         self._slabs: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
         self._taken: list[Tensor] = []
         self._capture_failed = False
+        self.first_runs = 0
 
     def claim(self, owner: object, *modules: nn.Module, passing: Collection[int] = ()) -> bool:
         """Reserves the workspace for a call, until `owner` is freed or releases it; False if another call has it.
@@ -283,7 +290,9 @@ class Workspace:
     def run(self, key: Hashable, forward: Forward, model: nn.Module) -> tuple[Tensor, ...]:
         """The outputs of `forward` for the current static inputs; the next run overwrites them."""
         captured = self._captured[key]
-        if captured.graph is None and not (self._capture_failed or captured.lacked_memory):
+        may_capture = captured.runs >= self.first_runs and not (self._capture_failed or captured.lacked_memory)
+        captured.runs += 1
+        if captured.graph is None and may_capture:
             with torch.cuda.device_of(captured.inputs[0]):  # the model's device, which may not be the current one
                 self._capture(captured, forward, model)
             # A capture computes nothing: outputs are valid only after the first replay.
@@ -373,9 +382,9 @@ _WORKSPACES: weakref.WeakKeyDictionary[nn.Module, Workspace] = weakref.WeakKeyDi
 _REFUSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
+def workspace_of(model: nn.Module, device: torch.device, compile_mode: CompileMode) -> Workspace | None:
     """The workspace of a model whose forwards are captured; None if they are not, with one warning per model."""
-    if not can_capture(device):
+    if compile_mode == "none" or not can_capture(device):
         return None
     reason = obstacle(model, device)
     if reason is not None:
@@ -383,7 +392,10 @@ def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
             _REFUSED.add(model)
             logger.warning("Forwards of %s are not captured as graphs: %s.", type(model).__name__, reason)
         return None
-    return _WORKSPACES.setdefault(model, Workspace())
+    workspace = _WORKSPACES.setdefault(model, Workspace())
+    if workspace.owner is None or workspace.owner() is None:
+        workspace.first_runs = FIRST_RUNS if compile_mode == "auto" else 0
+    return workspace
 
 
 def static_calls(
@@ -398,9 +410,9 @@ def static_calls(
         compile_mode: as for the target's forward. On a CPU nothing is compiled: a drafter's forwards are too small.
     """
     device = next(model.parameters()).device
-    if compile_mode == "none" or any(part.device != device for each in borrowed for part in each.parameters()):
+    if any(part.device != device for each in borrowed for part in each.parameters()):
         return None
-    workspace = workspace_of(model, device)
+    workspace = workspace_of(model, device, compile_mode)
     if workspace is None or not workspace.claim(owner, model, *borrowed):
         return None
     return StaticCalls(workspace, model)

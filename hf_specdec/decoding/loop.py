@@ -99,6 +99,7 @@ class SpeculativeDecoding:
             keep_scores=records.keeps_scores,
             lockstep=lockstep,
             relaxed=relaxed,
+            device=input_ids.device,
         )
         stats.lossless = relaxed is None
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
@@ -165,7 +166,7 @@ class SpeculativeDecoding:
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)
         self.read(VerifiedRound(tree, output, verdict), is_prefill=True)  # streams the first token
-        # Room for new tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
+        # New tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
         new = min(self.config.max_length - sequences.prompt_length, 4096)
         target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
@@ -218,7 +219,7 @@ class SpeculativeDecoding:
         """
         host_decides = (
             not self.generator.drafts_early or self.target.static is None,  # the next draft depends on the verdict
-            not self.acceptor.prefix_free or self.sequences.lockstep,  # processors and criteria read the text
+            not self.acceptor.at_once or self.sequences.lockstep,  # processors and criteria read the text
             self.nan_rows is not None,  # the next tree has no drafts
             any(observer.waits for observer in self.observers),
             self.may_drop_rows and bool(self.sequences.finished_indices),  # rows leave with no round under way
@@ -243,7 +244,7 @@ class SpeculativeDecoding:
         with inference_on_cpu(sequences.ids.device), self.packed:
             tree = self.policy.draft(self.generator, context)
             self.stats.lap("draft")
-            tree = tree.within_vocabulary(self.vocab_size)
+            tree = tree.to(sequences.ids.device).within_vocabulary(self.vocab_size)  # a drafter may have its own device
             tree = self.target.within_reach(tree, self.state.root_positions)
         self.stats.lap("tree")
         return tree
@@ -297,7 +298,7 @@ class SpeculativeDecoding:
         """Whether finished rows may leave the batch: not if an observer or a processor needs the whole batch."""
         observed = any(each.waits for each in self.observers if each is not self.policy)
         drops = self.generator.drops_rows and self.target.bound_rows is None
-        return drops and self.acceptor.prefix_free and not observed
+        return drops and self.acceptor.at_once and not observed
 
     def drop_finished_rows(self) -> None:
         """Removes finished rows from the batch, so that rounds no longer compute them."""
@@ -316,5 +317,5 @@ class SpeculativeDecoding:
 
     def inference_mode_if_unobserved(self) -> AbstractContextManager[object]:
         """Inference mode for all rounds, on a CPU, unless the caller's code can see their tensors."""
-        observed = not self.acceptor.prefix_free or self.records.waits or self.sequences.is_observed
+        observed = not self.acceptor.at_once or self.records.waits or self.sequences.is_observed
         return nullcontext() if observed else inference_on_cpu(self.sequences.ids.device)

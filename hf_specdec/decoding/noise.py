@@ -37,7 +37,6 @@ class PositionNoise:
         seed = torch.empty(1, dtype=torch.int64, device=device).random_()
         self._rows = _hash(seed + STEP * torch.arange(1, rows + 1, device=device))
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)
-        self._unused = torch.Generator(device)
 
     def at(self, rows: Tensor, positions: Tensor, vocab: int) -> Tensor:
         """[..., vocab] float32 Gumbel noise for `rows` and `positions`, both [...] int64.
@@ -52,17 +51,22 @@ class PositionNoise:
         uniform = bits.bitwise_and_(2**63 - 1).to(torch.float32).mul_(2.0**-63).clamp_(2.0**-63, 1 - 2.0**-24)
         return uniform.neg_().log1p_().neg_().log_().neg_()
 
-    def check(self, best: Tensor) -> None:
-        """Raises what plain sampling raises if a largest logit in `best` [...] is NaN or infinite.
-
-        On a device, without waiting for it. A generator of its own leaves torch's default one as it is.
-        """
-        wrong = torch.ones_like(best).masked_fill_(~best.isfinite(), torch.nan).view(-1, 1)
-        torch.multinomial(wrong, 1, generator=self._unused)
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows."""
         self._rows = self._rows[from_host(rows, self._rows.device)]
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token from each distribution: [..., vocab] -> [...] int64. Nothing is checked, so nothing waits for `probs`.
+
+    With independent E ~ Exp(1), p / E is largest at a token with its probability p, as in Gumbel-max.
+    `torch.multinomial` draws the same way, but on CUDA it reads a check of its input in the oldest supported torch.
+
+    Example:
+        >>> draw(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        tensor([1, 0])
+    """
+    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
 
 
 def _hash(numbers: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.devices import ToHost, abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import DRAFT_SIZES, draft_size
@@ -191,11 +192,15 @@ class Pauses:
     def note_drafted(self, tokens: float, seconds: float, skipped: float) -> None:
         """Records a round that drafted, and decides whether the next one does.
 
+        Rounds that were launched before a pause and read within it count for nothing.
+
         Args:
             tokens: that it wrote, per row.
             seconds: that it took.
             skipped: seconds of a round without a draft.
         """
+        if not self.drafting:
+            return
         self._save(tokens - seconds / skipped)
         self._tokens = self.MEMORY * self._tokens + tokens
         self._seconds = self.MEMORY * self._seconds + seconds
@@ -303,7 +308,7 @@ class Always(Observer):
         return generator.draft(context)
 
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Records the result of the latest tree.
+        """Records the result of the earliest tree that has none yet, one or two rounds late where the host reads late.
 
         Args:
             tree: that was verified; only a root if nothing was drafted.
@@ -329,7 +334,6 @@ class Limited(Always):
 
     def __init__(self, policy: Always, most_tokens: int | None, least_prob: float | None) -> None:
         self.policy, self.most_tokens, self.least_prob = policy, most_tokens, least_prob
-        self.waits = policy.waits
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         limited = replace(context, node_limit=self.most_tokens, least_prob=self.least_prob)
@@ -380,21 +384,22 @@ class Limited(Always):
 class AutoBudget(Always):
     """Chooses the size of every tree of one `generate` call.
 
+    Rounds may be read one or two rounds late. The time between two drafts is that of the round that was read between
+    them, since on a device that works ahead the host waits there for the end of that round.
+
     Args:
         knowledge: of earlier calls; this call adds to it.
         stats: of the call.
-
     """
-
-    waits = True
 
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
         self.knowledge, self.stats = knowledge, stats
         knowledge.begin_call()
-        self._late: tuple[Tensor, Tensor, list[int]] | None = None
+        self._late: deque[tuple[ToHost, int, list[int]]] = deque()  # on their way to the host: see `_calibrate`
         self._fewer_rows = False
-        self._began = 0.0  # of the latest round
-        self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # its result, once it was read
+        self._began = 0.0  # of the latest draft
+        self._decisions: deque[bool] = deque()  # whether the rounds drafted that are not read yet
+        self._read: list[tuple[DraftTree, Tensor, list[int], bool]] = []  # rounds since the latest draft
 
     @property
     def drafting(self) -> bool:
@@ -403,12 +408,13 @@ class AutoBudget(Always):
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
-        if self._last is not None:  # the time between two drafts is that of a round
-            self.note(*self._last, now - self._began)
+        if len(self._read) == 1:  # of several, the time of each is unknown
+            self.note(*self._read[0], now - self._began)
         if self._fewer_rows:  # a smaller batch has other times: try drafting
             self.knowledge.pauses.resume()
-        self._began, self._last, self._fewer_rows = now, None, False
-        if not self.drafting:
+        self._began, self._read, self._fewer_rows = now, [], False
+        self._decisions.append(drafting := self.drafting)
+        if not drafting:
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
         self.stats.num_probe_steps += sum(context.active) if self.knowledge.pauses.probing else 0
@@ -419,7 +425,7 @@ class AutoBudget(Always):
         self.learn(step.tree, step.verdict.path, [len(tokens) - 1 for tokens in step.host.tokens])
 
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        self._last = tree, path, num_accepted
+        self._read.append((tree, path, num_accepted, self._decisions.popleft()))
 
     def keep_rows(self) -> None:
         self._fewer_rows = True
@@ -469,10 +475,10 @@ class AutoBudget(Always):
                 best, best_rate = size, rate
         return best
 
-    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], seconds: float) -> None:
-        """Records a finished round and its seconds, and decides whether the next one drafts."""
+    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], drafted: bool, seconds: float) -> None:
+        """Records a finished round, whether it was to draft, and its seconds; decides whether the next one drafts."""
         nodes = tree.num_nodes - 1
-        if self.drafting:
+        if drafted:
             if not nodes:
                 return  # a look-up without a match: neither a draft nor a skipped round
             self._calibrate(tree, path, num_accepted)
@@ -480,21 +486,18 @@ class AutoBudget(Always):
         self.knowledge.note_round(nodes, 1 + sum(accepted) / len(accepted) if accepted else None, seconds)
 
     def _calibrate(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Updates the calibration. Device tensors are copied without waiting, and read one round later."""
+        """Updates the calibration, from device tensors once their copies have arrived: nothing waits for them."""
         if tree.path_logprobs is None:
             return
         learns_curve = not abilities(tree.path_logprobs.device).host_memory
-        logprobs, paths, counts = tree.path_logprobs, path, num_accepted
-        if learns_curve:
-            late = self._late
-            # The round's own sync follows this copy, so it has arrived by the next call.
-            self._late = (logprobs.to("cpu", non_blocking=True), path.to("cpu", non_blocking=True), num_accepted)
-            if late is None:
-                return
-            logprobs, paths, counts = late
+        both = torch.cat([tree.path_logprobs, path.to(tree.path_logprobs)], 1)
+        self._late.append((ToHost(both), tree.num_nodes, num_accepted))
         calibration = self.knowledge.calibration
-        for row, nodes, count in zip(logprobs.tolist(), paths.tolist(), counts, strict=True):
-            if count >= 0:
-                calibration.note(row[1:], {node - 1 for node in nodes[1 : 1 + count]})
-                if learns_curve:
-                    self.knowledge.note_curve(calibration.probabilities(row[1:]))
+        while self._late and self._late[0][0].has_arrived:
+            copy, num_nodes, counts = self._late.popleft()
+            for row, count in zip(copy.tolist(), counts, strict=True):
+                if count >= 0:
+                    nodes = row[num_nodes:]
+                    calibration.note(row[1:num_nodes], {int(node) - 1 for node in nodes[1 : 1 + count]})
+                    if learns_curve:
+                        self.knowledge.note_curve(calibration.probabilities(row[1:num_nodes]))

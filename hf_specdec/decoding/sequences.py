@@ -62,6 +62,7 @@ class Sequences:
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._streamer = streamer
         self._streamed = length
+        self._new_tokens: list[list[int]] = [[] for _ in range(batch)]  # of each row, for a streamer
         self._eos_ids: set[int] = set()
         self._max_length: int | None = None
         self._deadlines: list[MaxTimeCriteria] = []
@@ -307,6 +308,8 @@ class Sequences:
 
     def _write(self, row: int, tokens: list[int]) -> None:
         self.ids[row].narrow(0, self.lengths[row], len(tokens)).copy_(from_host(tokens, self.ids.device))
+        if self._streamer is not None:  # otherwise it would be read back from the device
+            self._new_tokens[row][self.lengths[row] - self.prompt_length :] = tokens
 
     def _check_stops(
         self,
@@ -333,8 +336,11 @@ class Sequences:
         """Passes to the streamer what no later round can change."""
         if self._streamer is None:
             return
-        for column in self._final_columns(self._streamed).cpu().unbind(1):
-            self._streamer.put(column)
+        for column in range(self._streamed, self._final_length()):
+            place = column - self.prompt_length
+            pairs = zip(self._new_tokens, self.lengths, strict=True)
+            tokens = [own[place] if column < length else self.padding_id for own, length in pairs]
+            self._streamer.put(torch.tensor(tokens))
             self._streamed += 1
 
     def _final_length(self) -> int:
@@ -348,19 +354,13 @@ class Sequences:
         ]
         return min(growing)
 
-    def _final_columns(self, first: int) -> Tensor:
-        """[batch, columns] int64, the columns from `first` on that no later round can change, padded."""
-        length = self._final_length()
-        columns = self.ids[:, first:length].clone()
-        for row in range(self.batch):
-            if self.lengths[row] < length:
-                assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
-                columns[row, max(0, self.lengths[row] - first) :] = self.pad_token_id
-        return columns
-
     def finish(self) -> Tensor:
         """Ends the stream; returns [batch, length] int64 as plain `generate` would."""
-        output = self._final_columns(0)
+        output = self.ids[:, : self._final_length()].clone()
+        for row, length in enumerate(self.lengths):
+            if length < output.shape[1]:
+                assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
+                output[row, length:] = self.pad_token_id
         if self._streamer is not None:
             self._streamer.end()
         return output

@@ -36,6 +36,13 @@ class Counts:
         assert self.known is not None, "rows are dropped only after the host has read the last verdict"
         return Counts.of([self.known[row] for row in rows], self.tensor.device)
 
+    def plus(self, later: Counts) -> Counts:
+        """The sums of these numbers and others, on this device; known as soon as both are."""
+        known, later_known = self.known, later.known
+        if known is not None and later_known is not None:
+            return Counts.of([sum(both) for both in zip(known, later_known, strict=True)], self.tensor.device)
+        return _Sum([*(self.parts if isinstance(self, _Sum) else [self]), later])
+
     def times(self, factor: int) -> Counts:
         """The numbers times `factor`; known as soon as these are."""
         return _Multiple(self, factor)
@@ -55,6 +62,18 @@ class _Multiple(Counts):
     def known(self) -> list[int] | None:  # type: ignore[override]
         known = self.counts.known
         return None if known is None else [number * self.factor for number in known]
+
+
+class _Sum(Counts):
+    def __init__(self, parts: Sequence[Counts]) -> None:
+        device = parts[0].tensor.device
+        self.parts, self.most = parts, sum(part.most for part in parts)
+        self.tensor = torch.stack([part.tensor.to(device) for part in parts]).sum(0)
+
+    @property
+    def known(self) -> list[int] | None:  # type: ignore[override]
+        known = [part.known for part in self.parts]
+        return None if None in known else [sum(numbers) for numbers in zip(*known, strict=True)]
 
 
 @dataclass

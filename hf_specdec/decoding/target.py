@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FIRST_ROOM = 512  # entries after the prompt, before the buffers grow
+
 
 @dataclass
 class TargetOutput:
@@ -106,7 +108,7 @@ class TargetModel:
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order of concatenation. -1 is the
             input of the first layer, `num_hidden_layers` the output of the final norm.
         compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and elsewhere compiles it with
-            `torch.compile`; both happen once per model.
+            `torch.compile`; both happen once per model. "auto" captures shapes that come again, and compiles nothing.
         same_bits: nodes are verified with the bits of plain decoding, see `same_bits.py`; the model must allow it.
         output_attentions: whether forwards return attention weights.
         output_hidden_states: whether forwards return hidden states of all layers.
@@ -153,9 +155,10 @@ class TargetModel:
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
         self.same_bits, self.most_rows = same_bits, most_rows(model) if same_bits else 0
         self.runs_in_inference_mode = runs_in_inference_mode(model)
-        self.compiles = compile_mode == "reduce-overhead"
+        self.compile_mode = compile_mode
         self.static: StaticVerify | None = None
-        self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
+        compiles = compile_mode == "reduce-overhead" and not can_capture(model.device)
+        self.forward = compiled_forward() if compiles else run
         self.cache = TreeCache(self.num_layers)
         self.prefilled = slice(0, 0)  # entries that the prefill added
         # Entry e of the cache holds token e - entry_offset of a row; not 0 if only new tokens were passed with a cache.
@@ -266,12 +269,12 @@ class TargetModel:
         self.steps_on_nodes = self.cache.keeps_states or standins.counts_entries(self.model)
         if self.steps_on_nodes:
             standins.install(self.model)
-            if self.compiles:
+            if self.compile_mode != "none":
                 logger.warning(
                     "Forwards of %s are neither compiled nor captured: its layers need the nodes of each round.",
                     type(self.model).__name__,
                 )
-                self.compiles, self.forward = False, run
+                self.compile_mode, self.forward = "none", run
         attention_mask = model_kwargs.get("attention_mask")
         if len(input_ids) > 1 and standins.names_of(self.model) & standins.OF_ONE_ROW:
             raise TreesRefusedError(
@@ -339,13 +342,17 @@ class TargetModel:
             self.prompt_starts = None
 
     def begin_rounds(self, capacity: int) -> None:
-        """Prepares for `verify`; `capacity` is the total number of entries that a row may need."""
-        if self.compiles and self.prompt_starts is not None and self.step.is_plain:
-            workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
+        """Prepares for `verify`; `capacity` is the total number of entries that a row may need.
+
+        Only captured forwards, which need fixed addresses, make room for all of them at once.
+        """
+        if self.compile_mode != "none" and self.prompt_starts is not None and self.step.is_plain:
+            workspace = workspace_of(self.model, self.cache.layers[0].keys.device, self.compile_mode)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
                 self.cache.workspace = workspace
-                capacity = capacity_for(capacity)
+        room = self.cache.get_seq_length() + FIRST_ROOM
+        capacity = min(capacity, room) if self.static is None else capacity_for(capacity)
         self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
 
     def keep_rows(self, rows: Sequence[int], *, permanent: bool = False) -> None:

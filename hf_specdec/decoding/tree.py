@@ -8,7 +8,7 @@ Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. `accept.py` has the acce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,18 +269,15 @@ class DraftTree:
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """Selects rows."""
         index = from_host(rows, self.token_ids.device)
-        return replace(
-            self,
-            token_ids=self.token_ids[index],
-            parents=self.parents[index],
-            depths=self.depths[index],
-            ancestor_mask=self.ancestor_mask[index],
-            valid=self.valid[index],
-            finite=None if self.finite is None else self.finite[index],
-            draft_probs=None if self.draft_probs is None else self.draft_probs[index],
-            no_drafts=None if self.no_drafts is None else self.no_drafts[index],
-            path_logprobs=None if self.path_logprobs is None else self.path_logprobs[index],
-        )
+        return self._changed(lambda part: part[index])
+
+    def to(self, device: torch.device) -> DraftTree:
+        """The same tree on another device."""
+        return self if self.token_ids.device == device else self._changed(lambda part: part.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        changed: dict[str, Any] = {name: change(each) for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **changed)
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree; nodes with ids outside [0, vocab_size), which the target cannot embed, become invalid."""

@@ -47,6 +47,7 @@ from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import check_supported, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -471,8 +472,8 @@ class DraftModelGenerator(TreeCandidateGenerator):
         if min(starts) == max(starts):
             token_ids = context.sequences[:, starts[0] : lengths[0]]
         else:
-            columns = torch.tensor([list(range(start, start + steps)) for start in starts])
-            token_ids = context.sequences.gather(1, columns.to(context.sequences.device))
+            columns = from_host([list(range(start, start + steps)) for start in starts], context.sequences.device)
+            token_ids = context.sequences.gather(1, columns)
         chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
         # The root is the last of these nodes, and becomes node 0 of the round.
         logits = self.drafter.verify(chain, self.drafter.root_positions(), lead=steps - 1).logits[:, -1]
@@ -487,10 +488,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
             [min(length - 1, length - lag + step) for step in range(max(lags))]
             for length, lag in zip(context.lengths, lags, strict=True)
         ]
-        token_ids = context.sequences.gather(1, torch.tensor(columns, device=context.sequences.device)).to(device)
+        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device)).to(device)
         logits = self.drafter.verify(DraftTree.chain(token_ids), self.drafter.root_positions()).logits
         cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
-        return pick(logits, torch.tensor(lags, device=logits.device).unsqueeze(1) - 1)[:, 0]
+        return pick(logits, from_host(list(lags), logits.device).unsqueeze(1) - 1)[:, 0]
 
     def _prefill(self, token_ids: Tensor) -> None:
         drafter = self.drafter
@@ -501,7 +502,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
             token_ids.to(device), None if mask is None else mask.to(device), self.num_positions or sys.maxsize
         )
         room = length + 256
-        if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
+        if drafter.compile_mode != "none":  # buffers with the target's capacity suffice for the whole call
             room = max(room, self.target.cache.capacity - 1 - graphs.DRAFT_SIZES[-1])
         drafter.begin_rounds(room)
 
@@ -522,9 +523,10 @@ class ChainGenerator(DraftModelGenerator):
 
     def keep_accepted(self, committed: Committed) -> None:
         assert committed.path is not None
-        drafted = (committed.path >= 0).sum(1).tolist()
-        known = zip(committed.num_committed, drafted, strict=True)
-        counts = [min(count, own, self.num_run) for count, own in known]
+        counts = [min(count, self.num_run) for count in committed.num_committed]
+        if abilities(committed.path.device).host_memory:
+            own = (committed.path >= 0).sum(1).tolist()
+            counts = [min(both) for both in zip(counts, own, strict=True)]
         self.drafter.cache.commit_first(Counts.of(counts, self.drafter.cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
@@ -544,11 +546,11 @@ class ChainGenerator(DraftModelGenerator):
         watched = options.may_stop or least is not None
         while True:
             if sampled:
-                # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
+                # Rows with non-finite logits get no draft, but must have a distribution.
                 scores = logits.where(top.values.isfinite(), 0.0)
                 scores = context.choice.warpers(token_ids[:, -1:], scores)
                 probs = scores.softmax(-1)
-                chosen = torch.multinomial(probs, num_samples=1)
+                chosen = draw(probs).unsqueeze(1)
                 draft_probs.append(probs)
             else:
                 scores, chosen = logits, top.indices
@@ -575,12 +577,11 @@ class ChainGenerator(DraftModelGenerator):
             top = logits.max(-1, keepdim=True)
             active = active & top.values.squeeze(1).isfinite()
             valid.append(active)
-        device = context.root_ids.device
         return DraftTree.chain(
-            token_ids.to(device),
-            valid=torch.stack(valid, dim=1).to(device),
-            finite=finite.to(device),
-            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
+            token_ids,
+            valid=torch.stack(valid, dim=1),
+            finite=finite,
+            draft_probs=torch.stack(draft_probs, dim=1) if draft_probs else None,
         )
 
     def describe(self, tree: DraftTree) -> NodeNotes:
@@ -695,9 +696,8 @@ class TreeGenerator(DraftModelGenerator):
         cached = parents.new_full((batch, 1 + parents.shape[1]), -1).scatter(
             1, where, torch.cat(indices).expand_as(where)
         )
-        at = context.root_ids.device
-        best = (part.to(at) for part in (scores, token_ids, parents, finite))
-        tree = best_tree(context.root_ids, *best, depth=run.max_depth + 1, budget=budget)
+        best = scores, token_ids, parents, finite
+        tree = best_tree(context.root_ids.to(device), *best, depth=run.max_depth + 1, budget=budget)
         assert tree.path_logprobs is not None
         drafted = int((tree.path_logprobs > -torch.inf).sum(1).max()) - 1
         chosen = scores.argsort(dim=1, descending=True, stable=True)[:, :drafted]

@@ -650,9 +650,8 @@ class ChainGenerator(MarginalsGenerator):
         best, token_ids = logits.max(-1)
         # The maximum is NaN or inf if any logit is; it is -inf if all are, and then nothing is drafted.
         finite = best.isfinite().all(-1)
-        root_ids = context.root_ids.unsqueeze(1)
-        token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
-        return DraftTree.chain(token_ids, finite=finite)
+        root_ids = context.root_ids.to(token_ids.device).unsqueeze(1)
+        return DraftTree.chain(torch.cat([root_ids, token_ids], 1), finite=finite)
 
 
 def _fields(drafter: DFlashDrafter) -> dict[str, Any]:

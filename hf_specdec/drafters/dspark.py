@@ -23,6 +23,7 @@ from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dflash import (
@@ -334,7 +335,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
         states = self.marginals(context)
-        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head)
+        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head).to(states.device)
         logits[..., self.never] = -torch.inf
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
@@ -383,11 +384,11 @@ class ChainGenerator(DSparkGenerator):
             before = token_ids[:, -1]
             logits, state = slots.step(slot, before.unsqueeze(1), state)
             logits = to_columns(None, to_target(None, logits.squeeze(1)))
-            # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
+            # Rows with non-finite logits get no draft, but must have a distribution.
             logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
             if context.choice.do_sample:
                 draft_probs.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
-                chosen = torch.multinomial(draft_probs[-1], num_samples=1)
+                chosen = draw(draft_probs[-1]).unsqueeze(1)
             else:
                 chosen = logits.argmax(-1, keepdim=True)
                 survival = slots.confidence(slot, before)
@@ -395,13 +396,9 @@ class ChainGenerator(DSparkGenerator):
                     survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
                 paths.append(paths[-1] + survival.unsqueeze(1))
             token_ids = torch.cat([token_ids, chosen], dim=1)
-        device = context.root_ids.device
-        chain = DraftTree.chain(
-            token_ids.to(device),
-            finite=finite.to(device),
-            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
-        )
-        return chain if draft_probs else replace(chain, path_logprobs=torch.cat(paths, 1).to(device))
+        if draft_probs:
+            return DraftTree.chain(token_ids, finite=finite, draft_probs=torch.stack(draft_probs, dim=1))
+        return replace(DraftTree.chain(token_ids, finite=finite), path_logprobs=torch.cat(paths, 1))
 
 
 register(

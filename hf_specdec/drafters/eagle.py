@@ -228,7 +228,7 @@ class EagleGenerator(Eagle3Generator):
         self.head = drafter.head(target.model.get_output_embeddings())
 
     def logits(self, outputs: Tensor) -> Tensor:
-        logits = apply_head(self.head, outputs)
+        logits = apply_head(self.head, outputs).to(outputs.device)  # the target's head may be elsewhere
         if self.drafter.config.maps_vocabulary:
             return logits
         return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)

@@ -272,9 +272,8 @@ def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget:
         token_ids, scores = level[:, :width], best[:, :width]
         if state is not None:
             state = state.gather(1, above[:, :width, None].expand(-1, -1, state.shape[-1]))
-    at = root_ids.device
-    scores, token_ids, parents = (torch.cat(part, 1).to(at) for part in zip(*levels, strict=True))
-    return best_tree(root_ids, scores, token_ids, parents, finite.to(at), depth=len(levels), budget=budget)
+    scores, token_ids, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+    return best_tree(root_ids.to(device), scores, token_ids, parents, finite, depth=len(levels), budget=budget)
 
 
 def grow_levels(

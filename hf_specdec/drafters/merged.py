@@ -136,10 +136,11 @@ class Proposal:
 
     @classmethod
     def of_rows(cls, tree: DraftTree) -> list[Proposal]:
-        """One for each row of a tree, with one transfer from the device."""
+        """One for each row of a tree, with two transfers from the device."""
         rows = len(tree.token_ids)
         logprobs = [None] * rows if tree.path_logprobs is None else tree.path_logprobs.tolist()
-        return list(map(cls, tree.token_ids.tolist(), tree.parents.tolist(), tree.valid.tolist(), logprobs))
+        token_ids, parents, valid = torch.stack([tree.token_ids, tree.parents, tree.valid.long()]).tolist()
+        return list(map(cls, token_ids, parents, valid, logprobs))
 
 
 @dataclass

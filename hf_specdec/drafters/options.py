@@ -33,7 +33,8 @@ class DrafterOptions:
 
     Attributes:
         compile_mode: "reduce-overhead" captures the target's forwards in CUDA graphs, and the drafter's if its shapes
-            are static; on a CPU it compiles the target's with `torch.compile`. "none" does neither. Not saved.
+            are static; on a CPU it compiles the target's with `torch.compile`. "auto" captures what has run twice in
+            the same shape, and compiles nothing. "none" does neither. Not saved.
         same_bits: the target's logits are computed with the bits of plain decoding where a trial finds that possible
             (`decoding/same_bits.py`): in low precision, near ties then never differ. Else a call warns with the
             reason, and is exact up to rounding as always. `stats.same_bits` says which it was. Rounds take longer. Not

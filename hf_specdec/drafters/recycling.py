@@ -25,7 +25,7 @@ from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.growth import static_tree
 from hf_specdec.drafters.options import TreeOptions
@@ -118,16 +118,20 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
         for path, node in nodes.items():
             self.levels[len(path)].append(node)
         self.table: Tensor
-        self.constants: tuple[Tensor, Tensor, list[Tensor]] | None = None
+        self.constants: tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
-    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Parents and log-probabilities, [nodes], and for each level the ranks of its nodes; made once."""
+    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+        """Parents and log-probabilities, [nodes], and for each level its nodes, their parents and ranks; made once."""
         if self.constants is None:
-            ranks = [torch.tensor([self.paths[node - 1][-1] for node in level]) for level in self.levels[1:]]
+            most = self.table.shape[1] - 1
+            levels = [
+                (level, [self.parents[node] for node in level], [min(self.paths[node - 1][-1], most) for node in level])
+                for level in self.levels[1:]
+            ]
             self.constants = (
-                torch.tensor(self.parents, device=device),
-                torch.tensor(self.logprobs, device=device),
-                [each.to(device).clamp(max=self.table.shape[1] - 1) for each in ranks],
+                from_host(self.parents, device),
+                from_host(self.logprobs, device).float(),
+                [(from_host(a, device), from_host(b, device), from_host(c, device)) for a, b, c in levels],
             )
         return self.constants
 
@@ -177,11 +181,11 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
     def draft(self, context: DraftContext) -> DraftTree:
         table, root_ids = self.table, context.root_ids.to(self.table.device)
         batch = len(root_ids)
-        parents, logprobs, ranks_of_levels = self.constants_on(table.device)
+        parents, logprobs, levels = self.constants_on(table.device)
         token_ids = root_ids.new_full((batch, len(self.parents)), -1)
         token_ids[:, 0] = root_ids
-        for level, ranks in zip(self.levels[1:], ranks_of_levels, strict=True):
-            above = token_ids[:, parents[level]]
+        for level, parents_of_level, ranks in levels:
+            above = token_ids[:, parents_of_level]
             found = table[above.clamp(0, len(table) - 1), ranks]
             token_ids[:, level] = found.where((above >= 0) & (above < len(table)), -1)
         known = token_ids >= 0

@@ -39,7 +39,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
@@ -333,9 +333,9 @@ class SSDGenerator(TreeCandidateGenerator):
                 )
                 supposed = replace(
                     context,
-                    root_ids=torch.tensor([text[-1] for text in longer], device=device),
+                    root_ids=from_host([text[-1] for text in longer], device),
                     root_positions=context.root_positions + grown,
-                    sequences=torch.tensor([text + [0] * (width - len(text)) for text in longer], device=device),
+                    sequences=from_host([text + [0] * (width - len(text)) for text in longer], device),
                     lengths=lengths,
                     active=[outcome is not None for outcome in outcomes],
                 )

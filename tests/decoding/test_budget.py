@@ -277,9 +277,9 @@ def play(budget: AutoBudget, accepted: int, plain_s: float, drafted_s: float, ro
     for _ in range(rounds):
         drafted.append(budget.drafting)
         if budget.drafting:
-            budget.note(tree, path, [accepted], drafted_s)
+            budget.note(tree, path, [accepted], True, drafted_s)
         else:
-            budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], plain_s)
+            budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], False, plain_s)
     return drafted
 
 
@@ -298,7 +298,7 @@ def test_trace_of_a_round_without_notes_has_no_notes() -> None:
     for _ in range(100):
         assert budget.drafting
         nothing = budget.cut(DraftTree.root_only(torch.tensor([0])), [True])
-        budget.note(nothing, torch.tensor([[0]]), [0], 1.0)
+        budget.note(nothing, torch.tensor([[0]]), [0], True, 1.0)
     assert budget.knowledge.first_size == FIRST_SIZES[0]
     assert budget.cut(tree_of([0.5, 0.3, 0.1]), [True]).num_nodes == 4
 
@@ -313,10 +313,10 @@ def test_drafting_that_never_pays_costs_little_of_a_call_and_less_of_later_ones(
         for _ in range(64):
             if budget.drafting:
                 cut = budget.cut(tree, [True])
-                budget.note(cut, path, [0], drafted_s)
+                budget.note(cut, path, [0], True, drafted_s)
                 seconds += drafted_s
             else:
-                budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], 1.0)
+                budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], False, 1.0)
                 seconds += 1.0
         lost.append(1 - 64 / seconds)
     assert max(lost) < most
@@ -350,7 +350,7 @@ def test_first_rounds_do_not_count_against_the_drafter() -> None:
         nodes = cut.num_nodes - 1
         # The first rounds of all are dear.
         seconds = 1.0 + 0.05 * nodes + (5.0 if round_ < 2 else 0.0)
-        budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], seconds)
+        budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], drafting, seconds)
         rested += [] if drafting else [round_]
     assert len(rested) <= 4, f"rests in rounds {rested}: two of the first show what a plain round takes"
 
@@ -390,7 +390,7 @@ def test_trees_in_device_memory_are_cut_by_the_mean_of_earlier_rounds(monkeypatc
         tree.token_ids, tree.parents, 1, path_logprobs=torch.tensor([[0.0, *map(math.log, probabilities)]])
     )
     for _ in range(60):
-        chooser.note(tree, torch.tensor([[0, 1]]), [1], 1.0)
+        chooser.note(tree, torch.tensor([[0, 1]]), [1], True, 1.0)
     assert len(chooser.knowledge.curve) == 32
     assert chooser.cut(tree, [True]).num_nodes - 1 < 8
 

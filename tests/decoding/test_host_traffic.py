@@ -1,146 +1,173 @@
-"""How often a round makes the host wait for the device: counted at the operations that would wait on a GPU."""
+"""How often a round makes the host wait for a device, and that no round mixes devices: on the stand-in for GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import devices, loop
-from hf_specdec.decoding.devices import Abilities, ToHost
+from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.devices import ToHost
+from hf_specdec.decoding.layers import entries
 from hf_specdec.decoding.target import TargetModel
+from tests import stand_in
 from tests.decoding.test_finished_rows import drafter_of, settings_of
 from tests.decoding.test_finished_rows import prompts as five_prompts
-from tests.decoding.test_graphs import capture_on_cpu
+from tests.decoding.test_graphs import Replaying
 from tests.methods import METHODS, make_dflash
 from tests.targets import PROMPTS, fresh_target, make_target
 
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts operations whose result the host must see; `tolist` of several values is one transfer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in WAITS:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-class CountTransfers(TorchFunctionMode):
-    """Notes transfers that are no operations. Replaced methods of `Tensor` would leave their traces in its type."""
-
-    def __init__(self, waits: CountWaits) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, seen = kwargs or {}, self.waits.seen
-        if func in (Tensor.tolist, Tensor.numpy):
-            before = list(seen)
-            value = func(*args, **kwargs)
-            seen[:] = [*before, func.__name__]  # without the operations of which the transfer consists
-            return value
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
-            seen.append(f"upload by {func.__name__}")  # a copy that is waited for; `from_host` does not
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            key = args[1]
-            if isinstance(key, list) or (isinstance(key, tuple) and any(isinstance(part, list) for part in key)):
-                seen.append("upload of a list of indices")
-        return func(*args, **kwargs)
+NEW = 8
+# Most waits in a round of methods whose drafts need the host, the read of the verdict included. A look-up reads the
+# text, a merger the trees of its sources, and a draft model's tree grows by as many nodes as the host chooses.
+READS = {"ngram": 2, "suffix": 2, "rest": 2, "lookahead": 3, "causal_lm_tree": 5, "merged": 7, "merged_three": 14,
+         "specbound": 20}  # fmt: skip
+# They draft on a thread of their own, node by node, while the target verifies: their waits are beside it.
+BESIDE = ("specbranch", "ssd", "causal_lm_ssd")
+SHARING = ("mtp", "specbound")  # run layers of the target, on its device
+EARLY = ["dflash", "ddtree", "medusa", "eagle3", "specblock"]
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
-    """Per round, the operations and transfers that would wait."""
-    rounds: list[list[str]] = []
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[stand_in.Host]]:
+    monkeypatch.setattr(graphs, "make_graph", Replaying)
+    with stand_in.devices() as found:
+        yield found
+
+
+@pytest.fixture
+def rounds(host: type[stand_in.Host], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Per round, what the host waited for."""
+    seen: list[list[str]] = []
     play = loop.SpeculativeDecoding.round
 
     def counted(self: Any) -> None:
-        with CountWaits() as mode, CountTransfers(mode):
-            play(self)
-        rounds.append(mode.seen)
+        host.waits.clear()
+        play(self)
+        seen.append(list(host.waits))
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "round", counted)
-    # A look at host memory is no transfer, so there is none.
-    monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities(groups_heads=True))
-    return lambda: rounds
+    return seen
 
 
-def assert_one_transfer_each(rounds: list[list[str]]) -> None:
+def on_device(prompts: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part.to("cuda:0") for name, part in prompts.items()}
+
+
+def placed(method: str, target: PreTrainedModel, device: str = "cuda:0") -> Any:
+    """A drafter on a device, for a target that is moved to the first one."""
+    drafter = METHODS[method](target)
+    stand_in.place(target, "cuda:0")
+    return stand_in.place(drafter, device)
+
+
+def assert_few_waits(rounds: list[list[str]], most: int = 1) -> None:
     """A round may be read while the next one is under way, so that it is the sum that counts."""
-    assert sum(map(len, rounds)) <= len(rounds), rounds
-    assert all(len(seen) <= 2 for seen in rounds), rounds
-
-
-@pytest.fixture
-def target() -> PreTrainedModel:
-    return make_target("qwen3-mixed", "sdpa")
-
-
-ON_DEVICE = ["dflash", "ddtree", "medusa", "eagle3"]
+    later = rounds[1:]  # the first round runs the prompt through a draft model
+    assert sum(map(len, later)) <= most * len(later), rounds
+    assert all(len(seen) <= most + 1 for seen in later), rounds
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    ("method", "compile_mode"),
-    [
-        *((method, "none") for method in ON_DEVICE),
-        # Without captured drafts SpecBlock's trees grow in host memory, where there is one.
-        *((method, "reduce-overhead") for method in [*ON_DEVICE, "specblock"]),
-    ],
-)
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_waits_once_and_mixes_no_devices(method: str, batch: str, place: str, rounds: list[list[str]]) -> None:
+    target = fresh_target("llama", "sdpa")
+    alone = target.generate(**PROMPTS[batch](), max_new_tokens=NEW, do_sample=False)
+    drafter = placed(method, target, "cuda:0" if method in SHARING else place)
+    prompts = on_device(PROMPTS[batch]())
+    for do_sample in (False, True):
+        rounds.clear()
+        text = target.generate(**prompts, max_new_tokens=NEW, do_sample=do_sample, assistant_model=drafter)
+        assert do_sample or text.tolist() == alone.tolist()
+        if method not in BESIDE:
+            assert_few_waits(rounds, READS.get(method, 1))
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_a_round_transfers_once_from_the_device(
-    target: PreTrainedModel,
-    method: str,
-    batch: str,
-    do_sample: bool,
-    compile_mode: str,
-    waits: Callable[[], list[list[str]]],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("method", EARLY)
+def test_a_captured_round_waits_once(method: str, batch: str, do_sample: bool, rounds: list[list[str]]) -> None:
+    target = fresh_target("qwen3-mixed", "sdpa")
+    alone = target.generate(**PROMPTS[batch](), max_new_tokens=NEW, do_sample=False)
+    drafter = placed(method, target)
+    drafter.set_options(compile_mode="reduce-overhead")
+    for _ in range(2):  # the first call captures
+        rounds.clear()
+        text = target.generate(
+            **on_device(PROMPTS[batch]()), max_new_tokens=NEW, do_sample=do_sample, assistant_model=drafter
+        )
+        assert do_sample or text.tolist() == alone.tolist()
+    assert_few_waits(rounds)
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_auto_captures_shapes_that_come_again(method: str, host: type[stand_in.Host]) -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, max_new_tokens=12, do_sample=False)
+    drafter = placed(method, target)
+    drafter.set_options(compile_mode="auto")
+    for new, captures in ((2, False), (12, True)):
+        Replaying.made = 0
+        text = target.generate(**on_device(prompts), max_new_tokens=new, do_sample=False, assistant_model=drafter)
+        assert text.tolist() == alone[:, : text.shape[1]].tolist()
+        assert (Replaying.made > 0) == captures
+
+
+def test_auto_compiles_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: pytest.fail("compiled"))
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_dflash(target, method="dflash")
+    drafter.set_options(compile_mode="auto")
+    alone = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    text = target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert text.tolist() == alone.tolist()
+
+
+@pytest.mark.by_the_clock
+@pytest.mark.parametrize("method", ["ddtree", "eagle3"])
+def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_launched(
+    method: str, rounds: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if compile_mode != "none":
-        capture_on_cpu(monkeypatch)
-    drafter = METHODS[method](target)
-    if isinstance(drafter, torch.nn.Module):
-        drafter.to(torch.float64)
-    drafter.set_options(compile_mode=compile_mode)
-    target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=False, assistant_model=drafter)  # makes constants
-    waits().clear()
-    target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=do_sample, assistant_model=drafter)
-    assert len(waits()) > 3
-    assert_one_transfer_each(waits())
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, max_new_tokens=40, do_sample=False)
+    drafter = placed(method, target)
+    drafter.set_options(compile_mode="reduce-overhead", tree_budget="auto")
+    seen: list[str] = []
+    tolist, verify = ToHost.tolist, TargetModel.verify
+    monkeypatch.setattr(ToHost, "tolist", lambda self: seen.append("read") or tolist(self))
+    monkeypatch.setattr(
+        TargetModel, "verify", lambda self, *given, **options: seen.append("verify") or verify(self, *given, **options)
+    )
+    text = target.generate(**on_device(prompts), max_new_tokens=40, do_sample=False, assistant_model=drafter)
+    assert text.tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+    first = seen.index("verify")
+    assert seen[first : first + 3] == ["verify", "verify", "read"], seen
+    assert_few_waits([[wait for wait in each if "event" in wait] for each in rounds], most=2)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    ("method", "compile_mode"),
-    [
-        *((method, "none") for method in ON_DEVICE),
-        *((method, "reduce-overhead") for method in [*ON_DEVICE, "medusa_static", "specblock"]),
-    ],
-)
-def test_rounds_transfer_once_too_when_rows_are_dropped(
-    method: str, compile_mode: str, waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("compile_mode", ["none", "reduce-overhead"])
+@pytest.mark.parametrize("method", [*EARLY, "medusa_static"])
+def test_rounds_wait_once_too_when_rows_are_dropped(
+    method: str, compile_mode: str, rounds: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if compile_mode != "none":
-        capture_on_cpu(monkeypatch)
-    target = make_target("llama", "sdpa")
+    target = fresh_target("llama", "sdpa")
     settings = settings_of(target)
-    drafter = drafter_of(method, target, compile_mode=compile_mode)
+    drafter = stand_in.place(drafter_of(method, target, compile_mode=compile_mode), "cuda:0")
+    stand_in.place(target, "cuda:0")
     batches: list[int] = []
     verify = TargetModel.verify
 
@@ -150,36 +177,178 @@ def test_rounds_transfer_once_too_when_rows_are_dropped(
 
     monkeypatch.setattr(TargetModel, "verify", watched)
     for _ in range(2):  # the first call makes constants
-        waits().clear()
-        target.generate(**five_prompts(), **settings, assistant_model=drafter)
+        rounds.clear()
+        target.generate(**on_device(five_prompts()), **settings, assistant_model=drafter)
     assert min(batches) < 5
-    assert_one_transfer_each(waits())
+    assert_few_waits(rounds)
 
 
-def test_the_counter_counts(waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target("llama", "sdpa")
-    drafter = make_dflash(target, method="dflash")
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"min_new_tokens": 5, "eos_token_id": list(range(0, 64, 3))},
+    {"min_length": 14, "repetition_penalty": 0.6, "eos_token_id": list(range(0, 64, 3))},
+]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
+@pytest.mark.parametrize("settings", PENALTIES, ids=str)
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_known_processors_that_read_the_text_run_on_the_device_for_all_nodes(
+    batch: str, settings: dict[str, Any], mode: str, rounds: list[list[str]]
+) -> None:
+    target = fresh_target("llama", "sdpa")
+    settings = {"max_new_tokens": 16, "do_sample": False} | settings
+    alone = target.generate(**PROMPTS[batch](), **settings)
+    model = METHODS["causal_lm_chain"](target)  # right often
+    for drafter in (placed("ddtree", target), stand_in.place(model, "cuda:0")):
+        drafter.set_options(compile_mode=mode)
+        for _ in range(2):  # the first call captures
+            rounds.clear()
+            text = target.generate(**on_device(PROMPTS[batch]()), **settings, assistant_model=drafter)
+            assert text.tolist() == alone.tolist()
+        assert drafter.stats.num_draft_tokens > 0
+        assert_few_waits(rounds, 1 if drafter is not model else 2)
+    settings |= {"do_sample": True, "top_k": 1}
+    assert (
+        target.generate(**on_device(PROMPTS[batch]()), **settings, assistant_model=drafter).tolist() == alone.tolist()
+    )
+
+
+def test_a_streamer_gets_its_tokens_from_the_host(rounds: list[list[str]]) -> None:
+    class Heard(BaseStreamer):
+        tokens: ClassVar[list[int]] = []
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = placed("ddtree", target)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": drafter}
+    text = target.generate(**on_device(prompts), **settings, streamer=Heard())
+    assert text[0].tolist() == Heard.tokens
+    assert_few_waits(rounds)
+
+
+def test_buffers_of_rounds_are_filled_while_earlier_ones_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "SLAB_BYTES", 1)  # one buffer for each layer's keys, and one for its values
+    cache = TreeCache(4)
+    for layer in cache.layers:
+        layer.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8))
+    before = [weakref.ref(part) for layer in cache.layers for part in (layer.keys, layer.values)]
+    alive: list[int] = []
+
+    class CountBuffers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "zeros":
+                alive.append(sum(part() is not None for part in before))
+            return func(*args, **(kwargs or {}))
+
+    with CountBuffers():
+        cache.begin_rounds(64)
+    assert alive == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("capacity", [100, 20_000])
+def test_a_call_begins_with_room_for_few_tokens(capacity: int) -> None:
+    target = TargetModel(make_target("llama", "sdpa"))
+    with torch.no_grad():
+        target.prefill_alone(torch.tensor([[3, 4, 5]]), max_length=capacity)
+        target.begin_rounds(capacity)
+    assert target.cache.capacity == min(capacity, 3 + 512)
+
+
+@pytest.mark.parametrize("method", ["ddtree", "eagle3", "ngram"])
+def test_a_target_that_is_spread_over_two_devices(method: str, host: type[stand_in.Host]) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    drafter = stand_in.place(METHODS[method](target), "cuda:1")
+    stand_in.place(target, "cuda:0")
+    layers: Any = target.get_decoder().layers
+    for number, layer in enumerate(layers):
+        device = f"cuda:{number * stand_in.NUM_DEVICES // len(layers)}"
+        hooks.add_hook_to_module(stand_in.place(layer, device), hooks.AlignDevicesHook(execution_device=device))
+    for module in (target.get_decoder().norm, target.lm_head):
+        hooks.add_hook_to_module(stand_in.place(module, "cuda:1"), hooks.AlignDevicesHook(execution_device="cuda:1"))
+    hooks.add_hook_to_module(target, hooks.AlignDevicesHook(execution_device="cuda:0", io_same_device=True))
+    text = target.generate(**on_device(prompts), max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert text.tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+
+
+def spoilt(spoil: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, Any]:
+    """A pair on a device whose drafter does something to its outputs."""
+    target = fresh_target("llama", "sdpa")
+    drafter = placed("dflash", target)
     forward = drafter.forward
 
-    def peeking(*args: Any, **kwargs: Any) -> Tensor:
-        logits = forward(*args, **kwargs)
-        assert not bool(logits.isnan().any())
-        assert float(logits[0, 0, 0]) is not None
-        logits[0, 0].nonzero()
-        logits[0, 0].tolist()
-        logits[[0]]
-        return logits
+    def spoiling(*args: Any, **kwargs: Any) -> Tensor:
+        outputs = forward(*args, **kwargs)
+        spoil(outputs)
+        return outputs
 
-    monkeypatch.setattr(drafter, "forward", peeking)
-    target.generate(**PROMPTS["batch of one"](), max_new_tokens=4, do_sample=False, assistant_model=drafter)
-    assert all(len(seen) >= 5 for seen in waits())
+    monkeypatch.setattr(drafter, "forward", spoiling)
+    return target, drafter
+
+
+def test_a_planted_mix_of_devices_fails(host: type[stand_in.Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = spoilt(lambda outputs: outputs + torch.ones(outputs.shape[-1]), monkeypatch)
+    prompts = on_device(PROMPTS["batch of one"]())
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda outputs: outputs[0, 0, 0].item(),
+        lambda outputs: outputs[0, 0].tolist(),
+        lambda outputs: outputs.cpu(),
+        lambda outputs: bool(outputs.isnan().any()),
+        lambda outputs: outputs[outputs > 0],
+        lambda outputs: outputs[0].nonzero(),
+        lambda outputs: outputs[[0]],
+        lambda outputs: torch.multinomial(outputs[0].softmax(-1), 1),
+        lambda outputs: torch.tensor([1.0], device=outputs.device),
+        lambda outputs: torch.cuda.synchronize(),
+    ],
+    ids=["item", "tolist", "cpu", "bool", "mask", "nonzero", "list", "multinomial", "upload", "synchronize"],
+)
+def test_a_planted_wait_fails(
+    wait: Callable[[Tensor], Any], rounds: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = spoilt(wait, monkeypatch)
+    prompts = on_device(PROMPTS["batch of one"]())
+    target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    with pytest.raises(AssertionError):
+        assert_few_waits(rounds)
+
+
+def test_a_planted_event_on_another_device_fails(host: type[stand_in.Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fresh_target("llama", "sdpa")
+    alone = target.generate(**PROMPTS["batch of one"](), max_new_tokens=NEW, do_sample=False)
+    drafter, prompts = placed("dflash", target), on_device(PROMPTS["batch of one"]())
+    settings = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": drafter}
+    assert target.generate(**prompts, **settings).tolist() == alone.tolist()
+    record = stand_in.Event.record
+    monkeypatch.setattr(
+        stand_in.Event, "record", lambda self, stream: record(self, stand_in.Cuda.current_stream("cuda:1"))
+    )
+    text = None
+    with contextlib.suppress(RuntimeError):  # what the host reads of a verdict that has not arrived may be impossible
+        text = target.generate(**prompts, **settings).tolist()
+    assert text != alone.tolist()
 
 
 def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
-    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As many tensor operations for 60 nodes as for 6: no loop over nodes in verify, accept or commit.
-    counts = []
+    counts, target = [], make_target("qwen3-mixed", "sdpa")
     for budget in (6, 60):
         drafter = make_dflash(target, method="ddtree", tree_budget=budget)
         operations = 0
@@ -197,7 +366,7 @@ def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU the operations are counted instead")
-@pytest.mark.parametrize("method", ON_DEVICE)
+@pytest.mark.parametrize("method", EARLY)
 def test_only_the_read_of_the_verdict_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = fresh_target("qwen3-mixed", "sdpa", torch.bfloat16).to("cuda")
     drafter = METHODS[method](target).to("cuda", torch.bfloat16)

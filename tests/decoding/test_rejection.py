@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
+from hf_specdec.decoding import devices
 from hf_specdec.decoding.accept import Acceptor, coupled_choices
+from hf_specdec.decoding.devices import Abilities
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
@@ -98,6 +100,25 @@ def test_node_with_nan_logits_is_chosen_but_not_accepted(do_sample: bool) -> Non
     token_ids, parents = [[2, 5, 6, 7]] * 3, [[-1, 0, 1, 2]] * 3
     tree = DraftTree.from_lists(token_ids, parents)
     assert judged(tree, logits, do_sample=do_sample) == [[5, 6, 7, 1], [5, 6], []]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_a_token_that_cannot_be_sampled_raises_where_it_is_the_next_one(
+    value: float, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:
+        monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities())
+    logits = torch.full((2, 4, 8), -torch.inf)
+    logits[:, torch.arange(4), torch.tensor([5, 6, 7, 1])] = 0.0  # 5, then 6, then 7, then 1 for certain
+    tree = DraftTree.from_lists([[2, 5, 6, 3], [2, 5, 6, 7]], [[-1, 0, 1, 2]] * 2)
+    logits[0, 3] = value  # a draft that is refused
+    assert judged(tree, logits, do_sample=True) == [[5, 6, 7], [5, 6, 7, 1]]
+    logits[1, 2] = value  # after two tokens; they may end the text
+    assert judged(tree, logits, do_sample=True) == [[5, 6, 7], [5, 6]]
+    logits[1, 0] = value
+    with pytest.raises(RuntimeError, match="no distribution to sample from"):
+        judged(tree, logits, do_sample=True)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

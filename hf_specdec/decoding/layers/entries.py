@@ -18,7 +18,8 @@ from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.layers.base import Extent, LayerStates
 from hf_specdec.decoding.tree import from_host
 
-GROWTH = 256  # entries added at a time when a row outgrows its capacity
+GROWTH = 256  # least entries added when a row outgrows its capacity; long rows grow by a quarter
+SLAB_BYTES = 1 << 28  # of one buffer, if it is of several layers: while it is filled, these are stored twice
 
 
 class EntriesLayer(CacheLayerMixin):
@@ -162,7 +163,7 @@ class Entries(LayerStates):
 
     def reserve(self, entries: int) -> None:
         if self.layers and entries > self.capacity:
-            self._allocate(self.extent.node_start + self.extent.written, entries + GROWTH)
+            self._allocate(self.extent.node_start + self.extent.written, entries + max(GROWTH, entries // 4))
 
     def _allocate(self, length: int, capacity: int) -> None:
         groups: dict[tuple[Any, ...], list[tuple[EntriesLayer, str]]] = {}
@@ -171,17 +172,20 @@ class Entries(LayerStates):
                 stored = getattr(layer, name)
                 kind = (stored.shape[1], stored.shape[3], stored.dtype, stored.device)
                 groups.setdefault(kind, []).append((layer, name))
-        before, self._slabs = self._slabs, []
+        before, self._slabs = self._slabs if self.workspace is not None else [], []
         for (kv_heads, head_dim, dtype, device), members in groups.items():
             # Entries before heads: row and entry then form one index, so that a commit is one gather and one scatter.
-            slab = self._new_slab((len(members), self.batch, capacity, kv_heads, head_dim), dtype, device)
-            torch.stack(
-                [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
-                out=slab[:, :, :length],
-            )
-            for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
-                setattr(layer, name, view)
-            self._slabs.append(slab)
+            most = max(1, SLAB_BYTES // (self.batch * capacity * kv_heads * head_dim * dtype.itemsize))
+            for first in range(0, len(members), most):
+                some = members[first : first + most]
+                slab = self._new_slab((len(some), self.batch, capacity, kv_heads, head_dim), dtype, device)
+                torch.stack(
+                    [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in some],
+                    out=slab[:, :, :length],
+                )
+                for view, (layer, name) in zip(slab.transpose(2, 3), some, strict=True):
+                    setattr(layer, name, view)
+                self._slabs.append(slab)
         if self.workspace is not None:
             for slab in before:
                 self.workspace.give_back(slab)
@@ -252,6 +256,8 @@ class Entries(LayerStates):
     def _replace(self, longest: int, change: Callable[[Tensor, tuple[int, int]], Tensor]) -> None:
         """Replaces all entries: `change(stored, (layer, index of the name))` returns new ones, `longest` per row."""
         capacity = self.capacity
+        if self.workspace is None:
+            self._slabs = []  # each is freed with the last of its layers
         for index, layer in enumerate(self.layers):
             for part, name in enumerate(layer.names):
                 setattr(layer, name, change(getattr(layer, name), (index, part)))

@@ -361,9 +361,6 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         if self.drops_unused:
             tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last valid node of any row
         self.tree = tree, Nodes(token_ids, scores, above, tuple(part.shape[1] for part in self.hidden), shape), selected
-        if context.root_ids.device != self.device:
-            moved: Any = {name: getattr(tree, name).to(context.root_ids.device) for name in TREE}
-            tree = replace(tree, **moved)
         context.lap("tree")
         return tree
 

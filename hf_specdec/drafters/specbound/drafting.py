@@ -37,11 +37,12 @@ from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.taps import decoder_of
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
@@ -458,11 +459,11 @@ class EarlyExitGenerator(PendingGenerator):
         lengths = [len(drafted) for drafted in self.chains]
         valid = None
         if min(lengths) < chain.num_nodes:
-            valid = torch.arange(chain.num_nodes, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+            valid = torch.arange(chain.num_nodes, device=device) < from_host(lengths, device).unsqueeze(1)
         return DraftTree.chain(
             torch.stack(columns, dim=1),
             valid=valid,
-            finite=None if all(finite) else torch.tensor(finite, device=device),
+            finite=None if all(finite) else from_host(finite, device),
             draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
         )
 
@@ -499,7 +500,7 @@ class EarlyExitGenerator(PendingGenerator):
         def leave(leaving: list[bool], likeliest: Tensor, here: Tensor) -> None:
             nonlocal found, token_ids, logits
             found = [before or now for before, now in zip(found, leaving, strict=True)]
-            mask = torch.tensor(leaving, device=likeliest.device)
+            mask = from_host(leaving, likeliest.device)
             token_ids = likeliest if token_ids is None else likeliest.where(mask, token_ids)
             if choice.do_sample:
                 logits = here if logits is None else here.where(mask.unsqueeze(1), logits)
@@ -538,9 +539,9 @@ class EarlyExitGenerator(PendingGenerator):
 
     def sample(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
         """Tokens [batch] sampled with the call's settings, and their distribution [batch, vocab]; not annealed."""
-        if not all(found):  # rows without an exit get no draft, but take part in the shared call of multinomial
-            logits = logits.where(torch.tensor(found, device=logits.device).unsqueeze(1), 0.0)
+        if not all(found):  # rows without an exit get no draft, but must have a distribution
+            logits = logits.where(from_host(found, logits.device).unsqueeze(1), 0.0)
         scores = choice.warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
         # A warper may forbid the complete reduced vocabulary; then the distribution is uniform.
         probs = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
-        return torch.multinomial(probs, num_samples=1).squeeze(1), probs
+        return draw(probs), probs

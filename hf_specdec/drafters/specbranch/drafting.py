@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import ChoiceRule
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.noise import draw
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.draft_model import DraftModel
 
 # Classes of H-RAD for the tokens that would be verified next (SpecBranch, Eq. 6).
@@ -275,7 +276,7 @@ class BranchDrafting:
         self.random.manual_seed(seed)
         device = self.drafter.model.device
         length = min(map(len, texts)) - 1  # further tokens of longer rows are run in the first round
-        token_ids = torch.tensor([text[:length] for text in texts], device=device)
+        token_ids = from_host([text[:length] for text in texts], device)
         # Drafted nodes may use all positions of the model.
         self.drafter.prefill_for_drafting(token_ids, None if mask is None else mask.to(device), self.num_positions)
         self.drafter.begin_rounds(length + 256)
@@ -465,12 +466,12 @@ class BranchDrafting:
             # The token sampled at the leaf comes first: its branch may exist already.
             tokens, draft_probs, remaining = [prediction.chosen], [prediction.draft_probs], prediction.draft_probs
             while len(tokens) < count:
-                remaining = remaining.index_fill(0, torch.tensor(tokens[-1], device=remaining.device), 0)
+                remaining = remaining.index_fill(0, from_host(tokens[-1:], remaining.device), 0)
                 total = remaining.sum()
                 if not float(total) > 0:
                     break
                 remaining = remaining / total
-                tokens.append(int(torch.multinomial(remaining, 1, generator=self.random)))
+                tokens.append(int(draw(remaining, self.random)))
                 draft_probs.append(remaining)
         for token in tokens:
             known = leaf.next if leaf.next >= 0 and row.nodes[leaf.next].token == token else None
@@ -552,7 +553,7 @@ class BranchDrafting:
                 self._write_entry(index, row, row.nodes[node], entry)
         device = self.drafter.model.device
         arrays = (self.token_ids[:, :stop], self.depths[:, :stop], self.mask[:, :stop, :stop])
-        token_ids, depths, mask = (torch.from_numpy(array).to(device) for array in arrays)
+        token_ids, depths, mask = (from_host(array, device) for array in arrays)
         tree = DraftTree(token_ids, depths - 1, depths, mask, token_ids >= 0, int(self.depths[:, :stop].max()))
         cache = self.drafter.cache
         logits = self.drafter.verify(tree, self.drafter.root_positions(), first=first).logits
@@ -573,7 +574,7 @@ class BranchDrafting:
             scores = logits.where(top.values[..., :1].isfinite(), 0.0).view(-1, vocab)
             scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
             probs = scores.softmax(-1)
-            chosen = torch.multinomial(probs, 1, generator=self.random).flatten().tolist()
+            chosen = draw(probs, self.random).tolist()
             draft_probs = probs.unbind(0)
         made = [
             Prediction(*each) if each[1][0] == each[1][0] else None  # NaN differs from itself

@@ -27,7 +27,7 @@ from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.specbranch.drafting import (
     ALL_ACCEPT,
@@ -118,7 +118,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         tree = DraftTree.from_lists(
             token_ids,
             [list(range(-1, len(tokens) - 1)) for tokens in token_ids],
-            finite=None if all(chains.finite) else torch.tensor(chains.finite, device=self.device),
+            finite=None if all(chains.finite) else from_host(chains.finite, self.device),
             device=self.device,
         )
         return replace(tree, draft_probs=self._to_target_device(chains.draft_probs))
@@ -203,7 +203,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         kinds: dict[int, int] = {}
         if rows:
             assert self.last is not None, "the prefill has been observed"
-            features, index = last_features(self.last), torch.tensor(rows, device=context.root_ids.device)
+            features, index = last_features(self.last), from_host(rows, context.root_ids.device)
             root_ids = context.root_ids[index]
             found_kinds = self.drafter.predict(features[index.to(features.device)], root_ids, self.embeddings)
             kinds = dict(zip(rows, found_kinds.tolist(), strict=True))
@@ -231,7 +231,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         pending = self.thread.submit(self.drafting.draft_ahead, self.signals)
         output = target.verify(tree, state.root_positions)
         if abilities(self.device).works_ahead:  # without waiting, only the launch would be measured
-            wait_for(self.device)
+            wait_for(self.device)  # the drafter may run on another stream of the same device
         busy_s = clock() - busy_from
         branches: Branches = pending.result()
         self.overlap.count_ahead(branches.busy_s, busy_s, time.perf_counter() - launched)
@@ -250,10 +250,10 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         candidates, lengths = branches.candidates, [len(tokens) for tokens in self.chains.tokens]
         counts = [len(tokens) if length < num_nodes else 0 for tokens, length in zip(candidates, lengths, strict=True)]
         return DrawnCandidates(
-            nodes=torch.tensor([min(length, num_nodes - 1) for length in lengths], device=device),
-            token_ids=torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in candidates], device=device),
+            nodes=from_host([min(length, num_nodes - 1) for length in lengths], device),
+            token_ids=from_host([tokens + [0] * (most - len(tokens)) for tokens in candidates], device),
             draft_probs=draft_probs,
-            drafted=torch.tensor([[index < count for index in range(most)] for count in counts], device=device),
+            drafted=from_host([[index < count for index in range(most)] for count in counts], device),
         )
 
     def count(self, stats: SpeculationStats) -> None:
