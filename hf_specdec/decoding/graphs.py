@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 # to multiples of the last one.
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
-# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. A padded entry of
-# an 8B model costs 44 ns a round on an H100, on paper. If a capture takes 0.15 s, steps of 7,000 entries cost least.
+# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. A padded entry
+# of an 8B model costs 44 ns a round on an H100, on paper. If a capture takes 0.15 s, steps of 7,000 entries cost least.
 FIRST_PREFIX, PREFIX_STEP = 256, 8192
 FIRST_RUNS = 2  # of a shape that compile_mode="auto" does not capture yet: many shapes never come again
 CompileMode = Literal["none", "auto", "reduce-overhead"]
