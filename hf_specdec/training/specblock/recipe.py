@@ -152,6 +152,7 @@ def _prepare(
         rank_start=options.rank_start,
         rank_start_step=options.rank_start_step,
         valid_prefix=options.valid_prefix,
+        loss=options.loss,
         slot_weights=options.slot_weights,
         rank_loss=options.rank_loss,
         rank_budget=options.rank_budget,
