@@ -425,4 +425,13 @@ def read_rows(options: DFlashOptions, drafter: DFlashDrafter, target: PreTrained
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
 
 
-register_recipe(Recipe("dflash", DFlashOptions, prepare, read_rows=read_rows, eval_batch_size=32))
+register_recipe(
+    Recipe(
+        "dflash",
+        DFlashOptions,
+        prepare,
+        read_rows=read_rows,
+        eval_batch_size=32,
+        further=lambda drafter, target: DFlashStep(drafter, target, loss="kl"),
+    )
+)

@@ -190,4 +190,13 @@ def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTraine
         _copy_head(drafter, target)
 
 
-register_recipe(Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows))
+register_recipe(
+    Recipe(
+        "eagle3",
+        Eagle3Options,
+        _prepare,
+        read_rows=_read_rows,
+        # As many passes as tokens of a drafted path.
+        further=lambda drafter, target: Eagle3Step(drafter, target, passes=drafter.options.depth),
+    )
+)
