@@ -83,29 +83,32 @@ class RoundsFolder:
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 2**30) -> None:
         self.path, self.max_bytes = Path(path), max_bytes
         self.path.mkdir(parents=True, exist_ok=True)
+        self.texts = deque((file, file.stat().st_size) for file in self.files("text"))
+        self.num_bytes = sum(size for _, size in self.texts)
 
     def files(self, kind: str) -> list[Path]:
         """The files of "text" or "weights", the oldest first."""
         return sorted(self.path.glob(f"{kind}-*.safetensors"))
 
-    def add(self, kind: str, tensors: dict[str, Tensor], **notes: str) -> Path:
-        """Writes a file with the next number."""
-        files = self.files(kind)
-        file = self.path / f"{kind}-{number_of(files[-1]) + 1 if files else 1:08d}.safetensors"
+    def add(self, kind: str, last: Path | None, tensors: dict[str, Tensor], **notes: str) -> Path:
+        """Writes a file with the number after that of the last one of its kind."""
+        file = self.path / f"{kind}-{1 if last is None else number_of(last) + 1:08d}.safetensors"
         unfinished = file.with_suffix(".unfinished")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, notes)
         unfinished.replace(file)
         return file
 
     def add_text(self, row: dict[str, Any]) -> None:
-        """Writes a recorded text, and deletes the oldest ones beyond the bound."""
+        """Writes a recorded text, and deletes the oldest ones beyond the bound; for one process."""
         tensors = {name: value for name, value in row.items() if isinstance(value, Tensor)}
-        self.add("text", tensors, first_anchor=str(row["first_anchor"]))
-        files = self.files("text")
-        sizes = [file.stat().st_size for file in files]
-        while len(files) > 1 and sum(sizes) > self.max_bytes:
-            sizes.pop(0)
-            files.pop(0).unlink(missing_ok=True)
+        last = self.texts[-1][0] if self.texts else None
+        file = self.add("text", last, tensors, first_anchor=str(row["first_anchor"]))
+        self.texts.append((file, file.stat().st_size))
+        self.num_bytes += self.texts[-1][1]
+        while len(self.texts) > 1 and self.num_bytes > self.max_bytes:
+            oldest, size = self.texts.popleft()
+            oldest.unlink(missing_ok=True)
+            self.num_bytes -= size
 
     def read_text(self, file: Path) -> dict[str, Any] | None:
         """A recorded text; None if it has been deleted meanwhile."""
@@ -118,7 +121,9 @@ class RoundsFolder:
 
     def add_weights(self, model: PretrainedDrafter) -> int:
         """Publishes the weights of a drafter; returns the number of the publication."""
-        file = self.add("weights", {name: each.detach().cpu() for name, each in model.named_parameters()})
+        files = self.files("weights")
+        tensors = {name: each.detach().cpu() for name, each in model.named_parameters()}
+        file = self.add("weights", files[-1] if files else None, tensors)
         for old in self.files("weights")[:-KEPT_WEIGHTS]:
             old.unlink(missing_ok=True)
         return number_of(file)

@@ -14,6 +14,8 @@ from hf_specdec.adaptation import AuroraDrafter, AuroraTrainer
 from hf_specdec.adaptation.aurora import RoundsFolder
 from hf_specdec.training.features import TargetReader
 from tests.adaptation.test_adaptive_drafter import GREEDY, prompts, weights_of
+from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
+from tests.laws import assert_follows
 from tests.methods import METHODS
 from tests.targets import PROMPTS, fresh_target
 from tests.watched import Watched
@@ -60,6 +62,21 @@ def test_output_stays_the_targets_own_while_weights_are_swapped(
     batch = PROMPTS["ragged batch of three"]()
     expected = target.generate(**batch, **GREEDY)
     assert torch.equal(target.generate(**batch, assistant_model=served, **GREEDY), expected)
+
+
+def test_sampled_tokens_follow_the_target_while_weights_are_swapped(draws: int, tmp_path: Path) -> None:
+    """The draws of weights that were swapped in; the calls before are those that they were trained on."""
+    target = sampled_target()
+    served = AuroraDrafter(target, METHODS["eagle3"](target).to(target.dtype), tmp_path, replay_every=2)
+    trainer = AuroraTrainer(target, METHODS["eagle3"](target), tmp_path, learning_rate=0.01, steps=8, fresh=1)
+    for _ in range(4):
+        target.generate(torch.tensor([PROMPT]), assistant_model=served, max_new_tokens=8, do_sample=True)
+    assert trainer.publish() is not None
+    served.replay_every = 10**6
+    drawn = draw(target, torch.tensor([PROMPT]), "plain", served, draws)
+    assert served.swaps[0].swapped
+    assert served.stats.num_accepted_draft_tokens > 0
+    assert_follows(count(drawn), enumerate_law(target, PROMPT, "plain"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
