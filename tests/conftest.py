@@ -69,7 +69,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def drafts_in_every_round(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Rounds draft complete trees: by default a clock decides that. Tests of that decision are marked `by_the_clock`."""
+    """Rounds draft complete trees, where a clock decides by default. `by_the_clock` marks tests of that decision."""
     with nullcontext() if request.node.get_closest_marker("by_the_clock") else always_drafting():
         yield
 

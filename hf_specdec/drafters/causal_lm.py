@@ -6,7 +6,6 @@ was a leaf, which was drafted but never run. `hub/loading.py` finds the files an
 
 Source: chains: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees: the shape of EAGLE-2, arXiv
 2406.16858, Section 4 (`growth.py`), with a complete language model as drafter. Stopping by entropy: AdaEDL, arXiv
-from collections.abc import Sequence
 2410.18351.
 """
 

@@ -60,6 +60,7 @@ from hf_specdec.training.source import Source, load_target
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
+from hf_specdec.training.validation import ValidationRounds, validation_prompts
 
 SHARED_SETTINGS = ("batch_size", "loss", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
 INPUTS_FILE = "inputs.json"
@@ -114,6 +115,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         source = ConversationSource(options, tokenizer)
     else:
         source = TextSource(options, corpus, tokenizer, target_dtype)
+    prompts = None if options.validate is None else validation_prompts(options.validate, tokenizer)
     target = load_target(options.target, target_dtype)
     inputs = _inputs(target, source) | {"bf16": options.bf16}
     if last is not None:
@@ -145,7 +147,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
 
     if processes.is_main_process:
         _save_inputs(checkpoints, given, inputs, new_run=earlier_inputs != inputs)
-    trainer, schedule = _trainer(options, training_arguments, model, step, train_rows, held_out_rows, last)
+    rounds = None if prompts is None else ValidationRounds(prompts, target, recipe.as_drafter)
+    trainer, schedule = _trainer(options, training_arguments, model, step, train_rows, held_out_rows, last, rounds)
     training_started = time.time()
     trainer.train(resume_from_checkpoint=last)
     losses = _losses(trainer)
@@ -173,6 +176,21 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
         **written.mode,
     }  # fmt: skip
+    if rounds is not None:
+        record["validation"] = {
+            "conversations": f"{len(rounds.prompts)} of {options.validate}",
+            "by_step": {
+                str(entry["step"]): {
+                    "mean_acceptance_length": round(length, 3),
+                    "accuracy_1": entry.get("eval_accuracy_1", entry.get("eval_accuracy")),
+                    "picture": "█" * round(20 * (length - 1)),
+                }
+                for entry in trainer.state.log_history
+                if (length := entry.get("eval_mean_acceptance_length")) is not None
+            },
+            "kept": f"step {trainer.state.best_global_step}",
+            "command": record["command"],
+        }
     if earlier is not None:
         record["started_from"] = earlier
     if written.datasets:
@@ -226,6 +244,7 @@ def _trainer(
     train_rows: CachedStates,
     held_out_rows: CachedStates,
     last: str | None,
+    rounds: ValidationRounds | None,
 ) -> tuple[DrafterTrainer, Schedule]:
     """The trainer and the schedule of a run; `last` is the checkpoint to resume from."""
     num_steps = options.steps
@@ -237,6 +256,7 @@ def _trainer(
         evaluation_steps=-(-len(held_out_rows) // (options.batch_size * training_arguments.world_size)),
         num_steps=num_steps,
         minutes=options.minutes,
+        saves_what_it_evaluates=rounds is not None,
     )
     training_arguments.max_steps = UNBOUNDED if schedule.timed else schedule.num_steps
     for name, interval in schedule.intervals.items():
@@ -246,6 +266,7 @@ def _trainer(
         model,
         step,
         training_arguments,
+        rounds=rounds,
         train_dataset=train_rows,
         eval_dataset=held_out_rows,
         optimizers=(optimizer, LambdaLR(optimizer, schedule.learning_rate_factor)),
@@ -257,14 +278,15 @@ def _trainer(
 
 
 def _losses(trainer: DrafterTrainer) -> dict[str, float]:
-    """Losses and accuracies of the held-out rows at the end of the run."""
-    history, last_step = trainer.state.log_history, trainer.state.global_step
-    final = [entry for entry in history if "eval_loss" in entry and entry["step"] == last_step]
+    """Losses and accuracies of the held-out rows with the weights that are kept."""
+    history, state = trainer.state.log_history, trainer.state
+    kept = state.global_step if state.best_model_checkpoint is None else state.best_global_step
+    final = [entry for entry in history if "eval_loss" in entry and entry["step"] == kept]
     evaluation = final[-1] if final else trainer.evaluate()
     return {
         name.removeprefix("eval_"): round(value, 4)
         for name, value in evaluation.items()
-        if name.startswith(("eval_loss", "eval_acc"))
+        if name.startswith(("eval_loss", "eval_acc", "eval_mean"))
     }
 
 
@@ -294,7 +316,9 @@ def _training_arguments(
         bf16=options.bf16,
         use_cpu=device == "cpu",
         eval_strategy="steps",
-        save_total_limit=1,
+        save_total_limit=1,  # and the best one
+        load_best_model_at_end=options.validate is not None,
+        metric_for_best_model=None if options.validate is None else "mean_acceptance_length",
         report_to="none",
         seed=options.seed,
     )

@@ -124,6 +124,11 @@ class TrainOptions(AnswerOptions):
     )
     plain_share: ShareBelow1 = HfArg(default=0.1, help="with --text: share of rows that are plain text")
 
+    validate: str | None = HfArg(
+        default=None,
+        help="conversations as for --data, best of another origin: at each evaluation the target answers them with the "
+        "drafter, and the state with the largest mean acceptance length is kept",
+    )
     minutes: Positive = HfArg(
         default=12.0, help="training time with evaluation and checkpoints; --write-minutes limits the stage before"
     )

@@ -27,9 +27,10 @@ class Schedule(TrainerCallback):
     Args:
         name: shape of the decay after the warm-up, to 0 at the last step.
         warmup: share of the steps in which the learning rate rises from 0.
-        evaluation_steps: number of training steps with as many rows as one evaluation.
+        evaluation_steps: number of training steps with as many rows as one evaluation; a longer measured time counts.
         num_steps: of the run; None for as many as fit into `minutes`.
         minutes: of the run, if `num_steps` is None.
+        saves_what_it_evaluates: whether every evaluated state is saved, and no other, so that the best one can be kept.
         clock: returns the time in seconds.
     """
 
@@ -41,12 +42,14 @@ class Schedule(TrainerCallback):
         evaluation_steps: int,
         num_steps: int | None = None,
         minutes: float = math.inf,
+        saves_what_it_evaluates: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.warmup, self.evaluation_steps = name, warmup, evaluation_steps
         self.timed = num_steps is None
         self.num_steps = FIRST_GUESS if num_steps is None else num_steps
         self.limit_s, self.clock = 60 * minutes, clock
+        self.saves_what_it_evaluates = saves_what_it_evaluates
         self._next_estimate = 1
         self._evaluation_s: float | None = None
         self._evaluating_s = 0.0
@@ -55,10 +58,11 @@ class Schedule(TrainerCallback):
     @property
     def intervals(self) -> dict[str, int]:
         """Steps between logs, checkpoints and evaluations; evaluations take less than a tenth of the time."""
+        evaluation = max(-(-self.num_steps // 10), 10 * self.evaluation_steps)
         return {
             "logging_steps": max(1, min(50, self.num_steps // 10)),
-            "save_steps": max(1, self.num_steps // 10),
-            "eval_steps": max(-(-self.num_steps // 10), 10 * self.evaluation_steps),
+            "save_steps": evaluation if self.saves_what_it_evaluates else max(1, self.num_steps // 10),
+            "eval_steps": evaluation,
         }
 
     def learning_rate_factor(self, step: int) -> float:
@@ -123,6 +127,8 @@ class Schedule(TrainerCallback):
             each = elapsed
         else:
             each = (elapsed - self._evaluating_s - self._first_s) / (done - 1)
+        if self._evaluation_s is not None:  # validation rounds make it longer than its rows
+            self.evaluation_steps = max(self.evaluation_steps, math.ceil(self._evaluation_s / each))
         # Before the first evaluation: assume half the time of the gradients of as many rows.
         evaluation = self._gradients_s * self.evaluation_steps / 2 if self._evaluation_s is None else self._evaluation_s
         remaining = self.limit_s - elapsed - evaluation  # the last evaluation

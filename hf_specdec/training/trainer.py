@@ -24,10 +24,11 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, IntervalStrategy, TrainOutput
 
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import TrainingStep
+from hf_specdec.training.validation import ValidationRounds
 
 
 class UntrainedParts(TrainerCallback):
@@ -75,6 +76,7 @@ class DrafterTrainer(Trainer):
     Args:
         drafter: a drafter that is a `PreTrainedModel`; checkpoints hold its weights.
         step: made for this drafter and its target; the target is moved to the training device.
+        rounds: measured after each evaluation, as `eval_mean_acceptance_length`; None for none.
         args: of the Trainer. Sets `remove_unused_columns=False`, because the step and not the drafter's forward reads
             the columns, and `ddp_find_unused_parameters=False` if it is None, because every step uses all parameters.
         **kwargs: passed to `transformers.Trainer` (datasets, callbacks, optimizers, ...). `data_collator` and
@@ -82,7 +84,13 @@ class DrafterTrainer(Trainer):
     """
 
     def __init__(
-        self, drafter: PreTrainedModel, step: TrainingStep, args: TrainingArguments | None = None, **kwargs: Any
+        self,
+        drafter: PreTrainedModel,
+        step: TrainingStep,
+        args: TrainingArguments | None = None,
+        *,
+        rounds: ValidationRounds | None = None,
+        **kwargs: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments()
         args.remove_unused_columns = False
@@ -92,7 +100,7 @@ class DrafterTrainer(Trainer):
         kwargs.setdefault("data_collator", collate)
         kwargs.setdefault("compute_metrics", self._metrics_of_prediction)
         super().__init__(model=drafter, args=args, **kwargs)
-        self.step = step
+        self.step, self.rounds = step, rounds
         self._untrained = UntrainedParts(drafter)
         self.add_callback(self._untrained)
         target = step.reader.model
@@ -123,6 +131,14 @@ class DrafterTrainer(Trainer):
             return output.loss, None, None
         # Batches with fewer blocks are padded with -100, which would be True as a bool.
         return output.loss, output.correct.to(torch.int8), output.labelled.to(torch.int8)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, **kwargs)
+        if self.rounds is not None:
+            counts = self.rounds.counts(self.model, (self.args.process_index, self.args.world_size))
+            accepted, rounds = self.accelerator.reduce(counts.to(self.args.device)).tolist()
+            output.metrics["eval_mean_acceptance_length"] = 1 + accepted / max(1, rounds)
+        return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._pending:

@@ -206,7 +206,9 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
         at_once = target(text, use_cache=True)[cache_name(target)]
     # How far rounding alone leads: in bfloat16 some processors round a mixture of experts to another expert.
     share = 1e-3 if dtype == torch.float32 else 0.15
-    for own, expected, other in zip(*(states_of(held, 0) for held in (model.cache, afresh.cache, at_once)), strict=True):
+    for own, expected, other in zip(
+        *(states_of(held, 0) for held in (model.cache, afresh.cache, at_once)), strict=True
+    ):
         assert (own - expected).norm() < share * expected.norm() + 1.5 * (other - expected).norm()
 
 

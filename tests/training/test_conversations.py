@@ -119,6 +119,32 @@ def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) ->
     assert load_drafter(place / "further").target_name_or_path == "us/target"
 
 
+@pytest.mark.parametrize("method", ["dflash", "specblock", "specbound", "causal_lm"])
+def test_the_state_with_the_longest_drafts_in_real_rounds_is_kept(method: str, place: Path) -> None:
+    questions = [talk(f"y = {number}", *(["why"] if number else [])) for number in range(3)]
+    (place / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    main(arguments(method, "--validate", "questions.jsonl", "--steps", "30"))
+    found = record(place / "drafter")
+    lengths = {step: row["mean_acceptance_length"] for step, row in found["validation"].pop("by_step").items()}
+    assert list(lengths) == ["10", "20", "30"]
+    kept = found["validation"]["kept"].removeprefix("step ")
+    assert lengths[kept] == max(lengths.values()) == pytest.approx(found["losses"]["mean_acceptance_length"], abs=1e-3)
+    assert found["validation"] == {
+        "conversations": "3 of questions.jsonl", "kept": f"step {kept}", "command": found["command"],
+    }  # fmt: skip
+    # The saved drafter is the one that was measured.
+    target = AutoModelForCausalLM.from_pretrained("target")
+    drafter, accepted, rounds = load_drafter(place / "drafter").to(torch.float32), 0, 0
+    for question in questions:
+        prompt = AutoTokenizer.from_pretrained("target").apply_chat_template(
+            question["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        target.generate(prompt, assistant_model=drafter, max_new_tokens=48, do_sample=False)
+        accepted += drafter.stats.num_accepted_draft_tokens
+        rounds += drafter.stats.num_spec_steps
+    assert 1 + accepted / rounds == pytest.approx(lengths[kept], rel=0.05)  # it is saved in bfloat16
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("method", SHAPES)
 def test_two_processes_share_the_answers_and_train_one_drafter(method: str, place: Path) -> None:
