@@ -184,14 +184,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_size=options.batch_size, fresh=options.fresh,
     )  # fmt: skip
     ends = time.monotonic() + 60 * options.minutes
-    while time.monotonic() < ends:
+    while True:
         publication = trainer.publish()
+        if publication is not None:
+            print(f"{publication.number}: loss {publication.loss:.3f}, {publication.texts} texts", flush=True)
+        if time.monotonic() >= ends:
+            return
         if publication is None:
             time.sleep(WAIT_S)
-        else:
-            print(
-                f"{publication.number}: loss {publication.loss:.3f}, {publication.texts} texts", flush=True
-            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.adaptation import AuroraDrafter, AuroraTrainer
+from hf_specdec.adaptation import AuroraDrafter
 from hf_specdec.adaptation.aurora import RoundsFolder
+from hf_specdec.adaptation.aurora_trainer import AuroraTrainer
 from hf_specdec.training.features import TargetReader
 from tests.adaptation.test_adaptive_drafter import GREEDY, prompts, weights_of
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
