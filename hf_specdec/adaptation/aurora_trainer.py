@@ -5,7 +5,8 @@
 It runs until it is stopped, or for --minutes. Target and drafter are those that serve, the folder is that of the
 `AuroraDrafter`. The loss is that of the method's recipe at the positions that the target wrote, with the refused drafts
 as negatives (`refusal_loss`). Half of each batch are the newest texts, half are drawn from all that the folder holds.
-After weights that the server has refused, training continues from the last ones that served, with a new optimizer.
+Where weights are refused because much less would be accepted, training continues from the last ones that served, with a
+new optimizer; after others it goes on, since a few more steps may make them better.
 Source: arXiv 2602.06932; the other process is described in `aurora.py`.
 """
 
@@ -32,6 +33,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 __all__ = ["AuroraTrainer", "main"]
 
 WAIT_S = 0.2  # between looks for new texts
+MUCH_WORSE = 0.95  # a replayed length below this share of the serving weights'
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class AuroraTrainer:
         drafter: PretrainedDrafter,
         folder: str | Path,
         *,
-        learning_rate: float = 5e-4,
+        learning_rate: float = 3e-4,
         steps: int = 16,
         batch_size: int = 8,
         fresh: int = 8,
@@ -142,7 +144,7 @@ class AuroraTrainer:
         self.heeded = verdict.number
         self.serving = self.published.get(verdict.serving, self.serving)
         self.published = {number: kept for number, kept in self.published.items() if number > verdict.serving}
-        if not verdict.swapped:
+        if not verdict.new_length >= MUCH_WORSE * verdict.length:  # or NaN
             self._go_back()
 
     def _go_back(self) -> None:
@@ -171,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", required=True, help="Hub id or folder of the target that serves")
     parser.add_argument("--drafter", required=True, help="Hub id or folder of the drafter that serves")
     parser.add_argument("--minutes", type=float, default=math.inf, help="default: until it is stopped")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--steps", type=int, default=16, help="gradient steps between publications")
     parser.add_argument("--batch-size", type=int, default=8, help="texts of a step")
     parser.add_argument("--fresh", type=int, default=8, help="new texts between publications")
