@@ -26,10 +26,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16, help="prompts, evenly spaced over the file")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--dtype", help="of the target; default: float32, on CUDA bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
-    model, tokenizer = load_target(arguments.target)
+    model, tokenizer = load_target(arguments.target, arguments.dtype)
     inputs = load_inputs(tokenizer, arguments.prompts)
     inputs = inputs[:: max(1, len(inputs) // arguments.limit)][: arguments.limit]
     variants = distinct(variant for spec in arguments.drafter for variant in load(spec, model) if variant.leads)
