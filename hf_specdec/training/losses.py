@@ -89,7 +89,8 @@ def refusal_loss(draft_logits: Tensor, target_logits: Tensor | None, refused: Te
     """Refused drafts as negatives: the sum over them of -(1 - p(x)) log(1 - q(x)).
 
     p is the target's probability and q the drafter's: a token that the target would have chosen as often as not is
-    hardly a mistake, though it was refused once.
+    hardly a mistake, though it was refused once. That refused drafts are negatives is Aurora's (arXiv 2602.06932); this
+    form of the loss is ours.
 
     Args:
         draft_logits: [..., vocab].
