@@ -507,13 +507,10 @@ def test_early_trees_equal_those_drafted_after_the_read(method: str, batch: str)
 def test_generators_that_need_the_verdict_do_not_draft_early() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     lag, lags = loop.SpeculativeDecoding.lag, []
-    for extra in ({"output_scores": True}, {"repetition_penalty": 1.3}, {"trace": True}, {"tree_budget": "auto"}):
+    for extra in ({"output_scores": True}, {"repetition_penalty": 1.3}, {"trace": True}):
         drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
         if "trace" in extra:
             drafter.trace, extra = Trace(), {}
-        if "tree_budget" in extra:
-            drafter.set_options(**extra)
-            extra = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.SpeculativeDecoding, "lag", lambda self, lag=lag: lags.append(lag(self)) or lags[-1])
             alone = target.generate(**prompts, **GREEDY, **extra)

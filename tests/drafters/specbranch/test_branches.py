@@ -428,6 +428,7 @@ def test_auto_tries_both_ways_and_keeps_the_faster_one() -> None:
     assert not runs_parallel()
 
 
+@pytest.mark.by_the_clock
 @pytest.mark.parametrize("way", WAYS)
 def test_pauses_change_no_token_and_no_later_draft(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that skip drafting, the first ones too, leave the draft model with the text as it is."""
