@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import hf_specdec
 from hf_specdec.adaptation.aurora import MAX_POSITIONS, RoundsFolder
 from hf_specdec.adaptation.learner import batch_of, copy_weights
 from hf_specdec.adaptation.learning_drafter import recipe_for
@@ -160,10 +161,6 @@ class AuroraTrainer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    from transformers import AutoModelForCausalLM
-
-    from hf_specdec.hub.loading import load_drafter
-
     parser = argparse.ArgumentParser(
         prog="python -m hf_specdec.adaptation.aurora_trainer",
         description=__doc__,
@@ -180,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype="auto").to(options.device).eval()
-    drafter: Any = load_drafter(options.drafter, target)
+    drafter: Any = hf_specdec.load_drafter(options.drafter, target)
     trainer = AuroraTrainer(
         target, drafter, options.folder, learning_rate=options.learning_rate, steps=options.steps,
         batch_size=options.batch_size, fresh=options.fresh,

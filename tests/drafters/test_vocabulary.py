@@ -18,9 +18,9 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
+from hf_specdec.drafters.ssd import SSDDrafter
 from hf_specdec.drafters.vocabulary import HeadRows
 from tests.laws import assert_follows
-from hf_specdec.drafters.ssd import SSDDrafter
 from tests.methods import (
     FREE,
     METHODS,
