@@ -4,15 +4,15 @@
 
 It runs from the root of a checkout. Parts on random weights:
 
-- `rounds`: time per round by context, nodes and `compile_mode`;
+- `rounds`: time per round by network, context, nodes and `compile_mode`;
 - `batch`: throughput of 1 to 32 ragged rows that finish at different times;
 - `length`: time per round over thousands of tokens;
 - `baselines`: plain, plain compiled with a static cache, stock assisted generation, stock DFlash;
 - `reference`: the DDTree loop of the paper (`reference.py`), on the same weights and trees.
 
-Their targets are `counting_target`s, their drafts are scripted (`scripted.py`), and a DFlash network of the same shape
-runs in each round, so that drafting has its real cost. `--shape tiny`, the default, is a dry run for a CPU: its numbers
-say nothing about 8B shapes.
+Their targets are `counting_target`s, their drafts are scripted (`scripted.py`), and a network of a published shape
+(`--networks`: DFlash with blocks of 16, or EAGLE-3) runs in each round, so that drafting has its real cost.
+`--shape tiny`, the default, is a dry run for a CPU: its numbers say nothing about 8B shapes.
 
 Parts on the bundled model (`bundled.py`):
 
@@ -20,7 +20,8 @@ Parts on the bundled model (`bundled.py`):
 - `exact`: output of every drafter compared with plain decoding (`exactness.py`);
 - `host`: time of a round on a CPU outside the two forwards (`host_time.py`).
 
-The last table compares the results with the project's criteria (`criteria.py`).
+The last table compares the results with the project's criteria (`criteria.py`). `gpu.py` runs the parts that need a
+GPU, each for a limited time; `paper.py` computes what a round costs without one.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
@@ -52,10 +54,10 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.options import COMPILE_MODES
 from hf_specdec.hub.loading import floating_dtype, usable_device
 
-from .bundled import auto, exact, host
+from .bundled import asked_for, auto, exact, host
 from .criteria import verdicts
 from .reference import reference_ddtree
-from .scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for, shapes
+from .scripted import NETWORKS, ScriptedDrafter, counting_target, draft_shape, rate_for, shapes
 
 PROGRAM = "python -m examples.speed"
 DEPTH = 15  # of the scripted path
@@ -83,8 +85,14 @@ def parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="of each call, after one that warms up (default: 3)")
     add("--prompts-per-group", type=int, default=2, help="for the parts on the bundled model (default: 2)")
     add("--groups", nargs="+", help="of prompts, for the parts on the bundled model (default: all)")
-    add("--variants", nargs="+", help="of drafting, for the part `exact` (default: all)")
-    add("--no-network", action="store_true", help="do not run the drafter's network: verification alone")
+    add("--variants", nargs="+", help="by name, for the parts `exact` and `baselines` (default: all)")
+    add(
+        "--networks",
+        choices=[*NETWORKS, "none"],
+        nargs="+",
+        default=["dflash"],
+        help="that draft; none: verification alone. Parts other than `rounds` use the first (default: dflash)",
+    )
     add("--output", type=Path, help="also write the results to this JSON file")
     return options
 
@@ -110,16 +118,17 @@ class Bench:
         return counting_target(self.options.shape, self.device, self.dtype)
 
     @functools.cached_property
-    def network(self) -> DFlashDrafter | None:
-        """The drafter's network that runs in each round; None with `--no-network`."""
-        return None if self.options.no_network else drafter_network(self.target)
+    def networks(self) -> dict[str, Any]:
+        """The networks of `--networks`, by name; None for "none"."""
+        return {name: NETWORKS[name](self.target) if name in NETWORKS else None for name in self.options.networks}
 
-    def drafter(self, nodes: int, mode: str) -> ScriptedDrafter:
+    def drafter(self, nodes: int, mode: str, network: str | None = None) -> ScriptedDrafter:
         """A scripted drafter with a tree of `nodes` drafted nodes, the network's own tree budget too."""
-        if self.network is not None:
-            self.network.set_options(tree_budget=nodes, compile_mode=mode)
+        own = self.networks[network or self.options.networks[0]]
+        if own is not None:
+            own.set_options(tree_budget=nodes, compile_mode=mode)
         rate = rate_for(min(self.options.tau, 1 + min(DEPTH, nodes)), min(DEPTH, nodes))
-        return ScriptedDrafter(self.network, tree_budget=nodes, depth=DEPTH, rate=rate, compile_mode=mode)
+        return ScriptedDrafter(own, tree_budget=nodes, depth=DEPTH, rate=rate, compile_mode=mode)
 
     def over_floor(self, seconds: float) -> float:
         """A time divided by the floor: the time to read the target's weights once at the measured bandwidth."""
@@ -184,9 +193,9 @@ class Bench:
             assert drafter.stats is not None
             if repeat:
                 calls.append((drafter.stats, seconds, output.numel() - prompt.numel()))
-        return self.figures(calls)
+        return self.figures(calls, drafter.network)
 
-    def figures(self, calls: Sequence[tuple[SpeculationStats, float, int]]) -> Row:
+    def figures(self, calls: Sequence[tuple[SpeculationStats, float, int]], network: Any) -> Row:
         """Medians over `calls` with the same settings: (statistics, seconds, new tokens of all rows) each."""
 
         def median(value: Callable[[SpeculationStats, float, int], float]) -> float:
@@ -206,32 +215,29 @@ class Bench:
             "tokens_per_s": median(lambda stats, seconds, tokens: tokens / decode_s(stats, seconds)),
             "tau": median(lambda stats, _s, _n: stats.mean_acceptance_length),
         }
-        if self.network is not None:
-            head = [self.target.get_output_embeddings()]
-            row["drafter_floor_ms"] = 1000 * weight_bytes(self.network, borrowed=head) / self.bandwidth
+        if isinstance(network, nn.Module):
+            head = [self.target.get_output_embeddings()] if isinstance(network, DFlashDrafter) else []
+            row["drafter_floor_ms"] = 1000 * weight_bytes(network, borrowed=head) / self.bandwidth
         return row
 
 
-def rounds(bench: Bench) -> list[Row]:
-    """Time per round by context, nodes and mode, and its ratio to the time at the first context."""
-    rows = []
-    for mode, nodes in itertools.product(bench.modes, bench.options.nodes):
+def rounds(bench: Bench) -> Iterator[Row]:
+    """Time per round by network, context, nodes and mode, and its ratio to the time at the first context."""
+    for network, mode, nodes in itertools.product(bench.options.networks, bench.modes, bench.options.nodes):
         first = None
         for context in bench.options.contexts:
-            figures = bench.of_calls(bench.prompt(context), bench.drafter(nodes, mode))
+            figures = bench.of_calls(bench.prompt(context), bench.drafter(nodes, mode, network))
             first = first or figures["round_ms"]
-            row = {"part": "rounds", "mode": mode, "nodes": nodes, "context": context, **figures}
-            rows.append(row | {"times_first_context": figures["round_ms"] / first})
-    return rows
+            row = {"part": "rounds", "network": network, "mode": mode, "nodes": nodes, "context": context, **figures}
+            yield row | {"times_first_context": figures["round_ms"] / first}
 
 
-def batch(bench: Bench) -> list[Row]:
+def batch(bench: Bench) -> Iterator[Row]:
     """Throughput by number of rows, at the first context and number of nodes; rows end at different times.
 
     `tokens_per_s` includes the prefill, because plain decoding does not report its prefill time separately.
     """
     context, nodes = bench.options.contexts[0], bench.options.nodes[0]
-    rows = []
     for size in bench.options.batches:
         inputs, tokens = bench.ragged(context, size)
         variants: dict[str, dict[str, Any]] = {"plain": {}}
@@ -252,13 +258,12 @@ def batch(bench: Bench) -> list[Row]:
             if variant != "plain":
                 stats = arguments["assistant_model"].stats
                 row |= {"rounds": stats.num_target_forwards, "tau": stats.mean_acceptance_length}
-            rows.append(row)
-    return rows
+            yield row
 
 
-def length(bench: Bench) -> list[Row]:
+def length(bench: Bench) -> Iterator[Row]:
     """Milliseconds per round in each quarter of one long text."""
-    prompt, rows = bench.prompt(bench.options.contexts[0]), []
+    prompt = bench.prompt(bench.options.contexts[0])
     for mode in bench.modes:
         drafter = bench.drafter(bench.options.nodes[-1], mode)
         moments: list[float] = []
@@ -282,47 +287,54 @@ def length(bench: Bench) -> list[Row]:
         taken = [1000 * (later - sooner) for sooner, later in itertools.pairwise(moments)]
         quarter = max(1, len(taken) // 4)
         parts = [statistics.median(taken[start : start + quarter]) for start in range(0, 4 * quarter, quarter)]
-        rows.append(
-            {"part": "length", "mode": mode, "new_tokens": bench.options.length, "quarters_ms": parts}
-            | {"last_over_first": parts[-1] / parts[0]}
-        )
-    return rows
+        row: Row = {"part": "length", "mode": mode, "new_tokens": bench.options.length, "quarters_ms": parts}
+        yield row | {"last_over_first": parts[-1] / parts[0]}
 
 
-def stock_variants(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
+def stock_variants(bench: Bench) -> tuple[dict[str, Callable[[], dict[str, Any]]], str | None]:
     """Decoding that transformers offers itself: plain, compiled with a static cache, with a draft model, DFlash.
 
     The draft model has the shape of the family's small model, the DFlash assistant that of our network. Both have the
     error rate of the scripted drafts.
 
     Returns:
-        arguments of `generate` by name; and the reason if this transformers has no DFlash, else None.
+        by name, or by those of `--variants`, functions that make arguments of `generate`; and the reason if this
+        transformers has no DFlash, else None.
+
+    Raises:
+        ValueError: a name in `--variants` is unknown.
     """
     compiled = CompileConfig(backend=bench.options.compile_backend)
     compiled._compile_all_devices = True  # by default, generate compiles on accelerators only
     rate = rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
-    small = draft_shape(bench.options.shape)
-    assistant = counting_target(small, bench.device, bench.dtype, error_rate=1 - rate)
-    variants: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
-        "stock assisted": {"assistant_model": assistant},
+
+    def with_draft_model() -> dict[str, Any]:
+        small = draft_shape(bench.options.shape)
+        return {"assistant_model": counting_target(small, bench.device, bench.dtype, error_rate=1 - rate)}
+
+    variants: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": dict,
+        "plain compiled": lambda: {"cache_implementation": "static", "compile_config": compiled},
+        "stock assisted": with_draft_model,
     }
+    note = None
     try:
         from .stock_dflash import ARGUMENTS, stock_dflash
     except ImportError as error:
-        return variants, f"transformers {transformers.__version__} has no DFlash assistant: {error}"
-    return variants | {"stock DFlash": {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}}, None
+        note = f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+    else:
+        variants["stock DFlash"] = lambda: {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}
+    return {name: variants[name] for name in asked_for(bench.options.variants, variants)}, note
 
 
-def baselines(bench: Bench) -> list[Row]:
+def baselines(bench: Bench) -> Iterator[Row]:
     """Time per token of each entry of `stock_variants`."""
     variants, note = stock_variants(bench)
-    rows: list[Row] = []
-    for context in bench.options.contexts:
-        if note is not None:
-            rows.append({"part": "baselines", "way": "stock DFlash", "context": context, "note": note})
-        for variant, arguments in variants.items():
+    if note is not None:
+        yield {"part": "baselines", "way": "stock DFlash", "note": note}
+    for variant, make in variants.items():
+        arguments = make()
+        for context in bench.options.contexts:
             prompt, seconds, prefill = bench.prompt(context), [], []
             for repeat in range(bench.options.repeats + 1):
                 _, first = bench.generate(prompt, 1, **arguments)
@@ -332,28 +344,23 @@ def baselines(bench: Bench) -> list[Row]:
                     seconds.append(whole)
                     prefill.append(first)
             per_token = (statistics.median(seconds) - statistics.median(prefill)) / (bench.options.new_tokens - 1)
-            rows.append(
-                {"part": "baselines", "way": variant, "context": context, "token_ms": 1000 * per_token}
-                | {"token_to_floor": bench.over_floor(per_token)}
-                | {"tokens_per_s": 1 / per_token}
-            )
-    return rows
+            row: Row = {"part": "baselines", "way": variant, "context": context, "token_ms": 1000 * per_token}
+            yield row | {"token_to_floor": bench.over_floor(per_token), "tokens_per_s": 1 / per_token}
 
 
-def reference(bench: Bench) -> list[Row]:
+def reference(bench: Bench) -> Iterator[Row]:
     """The reference DDTree loop and ours, on the same weights and the same scripted trees."""
-    network = bench.network
+    network = bench.networks.get("dflash")
     if network is None:
-        raise ValueError("The part `reference` runs the drafter's network in each round: leave out --no-network.")
+        raise ValueError(f"The part `reference` drafts with a DFlash network: add dflash to {bench.options.networks}.")
     nodes, vocab = bench.options.nodes[-1], bench.target.config.vocab_size
-    rows = []
     for context in bench.options.contexts:
         prompt = bench.prompt(context)
-        ours = {mode: bench.of_calls(prompt, bench.drafter(nodes, mode)) for mode in bench.modes}
+        ours = {mode: bench.of_calls(prompt, bench.drafter(nodes, mode, "dflash")) for mode in bench.modes}
         network.set_options(compile_mode="none")
         runs = []
         for repeat in range(bench.options.repeats + 1):
-            scripted = bench.drafter(nodes, "none").script(vocab)
+            scripted = bench.drafter(nodes, "none", "dflash").script(vocab)
             run = reference_ddtree(bench.target, network, prompt, bench.options.new_tokens, nodes, scripted)
             bench.check(run.token_ids, prompt)
             runs += [run] if repeat else []
@@ -363,15 +370,14 @@ def reference(bench: Bench) -> list[Row]:
         round_s = seconds / len(lengths)
         row: Row = {"part": "reference", "context": context, "nodes": nodes, "way": "reference"}
         row |= {"round_ms": 1000 * round_s, "round_to_floor": bench.over_floor(round_s)}
-        rows.append(row | {"tokens_per_s": own, "tau": statistics.fmean(lengths), "times_reference": 1.0})
+        yield row | {"tokens_per_s": own, "tau": statistics.fmean(lengths), "times_reference": 1.0}
         for mode, figures in ours.items():
             row = {"part": "reference", "context": context, "nodes": nodes, "way": mode}
             row |= {name: figures[name] for name in ("round_ms", "round_to_floor", "tokens_per_s", "tau")}
-            rows.append(row | {"times_reference": figures["tokens_per_s"] / own})
-    return rows
+            yield row | {"times_reference": figures["tokens_per_s"] / own}
 
 
-PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "auto": auto, "baselines": baselines, "batch": batch, "exact": exact, "host": host, "length": length,
     "reference": reference, "rounds": rounds,
 }  # fmt: skip
@@ -387,7 +393,6 @@ def environment(bench: Bench, argv: Sequence[str]) -> Row:
         "dtype": str(bench.dtype).removeprefix("torch."),
         "shape": bench.options.shape,
         "on_gpu": bench.device.type == "cuda",
-        "drafter_network": not bench.options.no_network,
         "bandwidth_gb_per_s": bench.bandwidth / 1e9,
         "versions": {
             "python": platform.python_version(),
@@ -436,12 +441,17 @@ def _measure(options: argparse.Namespace, argv: Sequence[str]) -> None:
     report: Row = {"environment": environment(bench, argv), "rows": []}
     print(json.dumps(report["environment"]))
     for part in bench.options.part:
-        rows = PARTS[part](bench)
-        print(f"\n{part}\n{table(rows)}", flush=True)
+        rows: list[Row] = []
+        for row in PARTS[part](bench):
+            rows.append(row)
+            report["judged"] = verdicts(report["environment"], [*report["rows"], *rows])
+            if bench.options.output is not None:  # after each row: a later one may run out of time
+                whole = report | {"rows": [*report["rows"], *rows]}
+                unfinished = bench.options.output.with_suffix(".unfinished")
+                unfinished.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+                unfinished.replace(bench.options.output)
         report["rows"] += rows
-        report["judged"] = verdicts(report["environment"], report["rows"])
-        if bench.options.output is not None:  # after each part: a later part may run out of time
-            bench.options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"\n{part}\n{table(rows)}", flush=True)
     print(f"\ncriteria\n{table(report['judged'])}")
 
 

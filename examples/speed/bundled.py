@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,15 @@ def bundled(bench: Bench) -> tuple[PreTrainedModel, dict[str, list[torch.Tensor]
     return model, {name: groups[name] for name in groups if name in chosen}
 
 
+def asked_for(variants: Sequence[str] | None, names: Iterable[str]) -> list[str]:
+    """Those of `names` that `--variants` lists, or all of them; ValueError if it lists another name."""
+    known = list(names)
+    for name in variants or ():
+        if name not in known:
+            raise unknown_name("--variants", name, known)
+    return [name for name in known if name in (variants or known)]
+
+
 def _with_budget(variant: Variant, nodes: int) -> dict[str, Any]:
     assert variant.drafter is not None
     takes_budget = hasattr(variant.drafter.options, "tree_budget")
@@ -50,12 +60,8 @@ def exact_variants(bench: Bench, model: PreTrainedModel) -> list[Variant]:
     """
     nodes = bench.options.nodes[-1]
     variants = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
-    names = [variant.name for variant in variants]
-    for name in bench.options.variants or ():
-        if name not in names:
-            raise unknown_name("--variants", name, names)
-    chosen = [variant for variant in variants if variant.name in (bench.options.variants or names)]
-    return [replace(variant, settings=_with_budget(variant, nodes)) for variant in chosen]
+    names = asked_for(bench.options.variants, [variant.name for variant in variants])
+    return [replace(each, settings=_with_budget(each, nodes)) for each in variants if each.name in names]
 
 
 def exact(bench: Bench) -> list[Row]:

@@ -52,11 +52,12 @@ def _worst_auto(rows: Sequence[Row], name: str) -> float | None:
 
 CRITERIA = (
     Criterion("round-to-floor, context 1024, 64 nodes, drafter included", "rounds", 1.5,
-              lambda rows: _best(rows, "round_to_floor", context=1024, nodes=64, network=True)),
+              lambda rows: _best(rows, "round_to_floor", context=1024, nodes=64, network="dflash")),
     Criterion("round-to-floor of verify alone, context 1024, 64 nodes", "rounds", 1.25,
               lambda rows: _best(rows, "verify_to_floor", context=1024, nodes=64)),
     Criterion("tokens/s at a mean acceptance length of 6.5, context 1024, 64 nodes", "rounds", 1000.0,
-              lambda rows: _best(rows, "tokens_per_s", most=True, context=1024, nodes=64, network=True), at_least=True),
+              lambda rows: _best(rows, "tokens_per_s", most=True, context=1024, nodes=64, network="dflash"),
+              at_least=True),
     Criterion("round at context 8192 over one at 1024, 64 nodes", "rounds", 1.3,
               lambda rows: _best(rows, "times_first_context", context=8192, nodes=64)),
     Criterion("last quarter of a long text over the first, per round", "length", 1.05,
@@ -85,10 +86,9 @@ def verdicts(environment: Row, rows: Sequence[Row]) -> list[Row]:
         rows: of all its parts.
     """
     on_gpu = environment["on_gpu"] and environment["shape"] != "tiny" and environment["dtype"] == "bfloat16"
-    network = environment["drafter_network"]
     found = []
     for criterion in CRITERIA:
-        own = [row | {"network": network} for row in rows if row["part"] == criterion.part]
+        own = [row for row in rows if row["part"] == criterion.part]
         figure = criterion.figure(own) if own and (on_gpu or not criterion.on_gpu) else None
         holds: str | bool = NOT_MEASURED
         if figure is not None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.benchmark.variants import Variant
-from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.verification import first_difference
+
+from .scripted import eagle3_network
 
 
 def untrained(model: PreTrainedModel, tree_budget: int) -> list[Variant]:
@@ -31,13 +32,11 @@ def untrained(model: PreTrainedModel, tree_budget: int) -> list[Variant]:
         tree_budget: drafted nodes.
     """
     own = model.config.get_text_config(decoder=True)
-    shape = {"vocab_size": model.get_input_embeddings().num_embeddings, "hidden_size": own.hidden_size}
     torch.manual_seed(0)
-    eagle3 = Eagle3Config(
-        **shape, intermediate_size=own.intermediate_size, num_attention_heads=own.num_attention_heads,
-        num_key_value_heads=own.num_key_value_heads, max_position_embeddings=own.max_position_embeddings,
-    )  # fmt: skip
-    drafters = {"eagle3": Eagle3Drafter(eagle3), "medusa": MedusaDrafter(MedusaConfig(**shape, own_head=False))}
+    medusa = MedusaConfig(
+        vocab_size=model.get_input_embeddings().num_embeddings, hidden_size=own.hidden_size, own_head=False
+    )
+    drafters: dict[str, Any] = {"eagle3": eagle3_network(model), "medusa": MedusaDrafter(medusa)}
     return [
         Variant(
             f"{kind}, random weights",

@@ -22,7 +22,8 @@ from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.options import DrafterOptions
 
 from .reference import HostTree
@@ -107,21 +108,37 @@ def counting_target(
 def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashConfig:
     """Config of a DFlash network for this target."""
     own = target.config
-    last = own.num_hidden_layers - 1
+    taps = default_target_layer_ids(layers, own.num_hidden_layers)
     return DFlashConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
         num_hidden_layers=layers, num_attention_heads=own.num_attention_heads,
         num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim, num_target_layers=own.num_hidden_layers,
         max_position_embeddings=own.max_position_embeddings, block_size=block_size,
-        dflash_config={"mask_token_id": 1, "target_layer_ids": sorted({1, last // 2, last - 1})},
+        dflash_config={"mask_token_id": 1, "target_layer_ids": sorted(set(taps))},
     )  # fmt: skip
 
 
-def drafter_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
+def dflash_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
     """A DFlash network with random weights for this target: it has the cost of drafting, but useless drafts."""
     config = network_shape(target, layers=layers, block_size=block_size)
     with torch.device(target.device):
         return DFlashDrafter(config).to(target.dtype).eval()
+
+
+def eagle3_network(target: PreTrainedModel) -> Eagle3Drafter:
+    """An EAGLE-3 network with random weights for this target: one layer of its shape, a head of up to 32,000 tokens."""
+    own = target.config.get_text_config(decoder=True)
+    vocab = target.get_input_embeddings().num_embeddings
+    config = Eagle3Config(
+        vocab_size=vocab, draft_vocab_size=min(vocab, 32_000), hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size, num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads, max_position_embeddings=own.max_position_embeddings,
+    )  # fmt: skip
+    with torch.device(target.device):
+        return Eagle3Drafter(config).to(target.dtype).eval()
+
+
+NETWORKS: dict[str, Callable[[PreTrainedModel], Any]] = {"dflash": dflash_network, "eagle3": eagle3_network}
 
 
 def rate_for(mean_acceptance_length: float, depth: int) -> float:

@@ -1,7 +1,7 @@
 """Stock DFlash: the DFlash decoding of transformers with chosen shapes and scripted drafts.
 
 `generate(assistant_model=..., speculation_type="dflash")` accepts any assistant with the interface of its DFlash loop.
-Transformers has one such class, published for one target. Here it has the shape of `drafter_network` and random
+Transformers has one such class, published for one target. Here it has the shape of `dflash_network` and random
 weights. It runs in each round for its cost; its output is then replaced by scripted drafts with the acceptance rate of
 `ScriptedDrafter`. Importing this module raises ImportError if transformers has no such class.
 """

@@ -1,8 +1,12 @@
 """Attention for the nodes of a draft tree, registered with the host's `AttentionInterface`, used during verification.
 
-If there is a mask, the host's sdpa copies keys and values for every query head. On a CPU, torch's kernel supports
-grouped heads together with a mask and gives bitwise the same result, so that no copies are needed. Other devices use
-the host's attention.
+`attend` serves drafters too.
+
+If there is a mask and several queries, the host's sdpa copies keys and values for every query head. On a CPU, torch's
+kernel supports grouped heads together with a mask and, in float32, gives bitwise the same result, so that no copies are
+needed. On CUDA that depends on kernel and version, and in bfloat16 the CPU's kernel is slow with few queries: there the
+query heads of a group become further queries of its key head (`_fold_heads`), which every kernel supports. On other
+devices targets use the host's attention.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,6 +28,8 @@ from hf_specdec.decoding.host import attention_of, cache_layers, looks_attention
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 
 TREE_ATTENTION = "hf_specdec_tree"
+# Dtypes in which a CPU takes up to 5 times as long for grouped heads as for as many further queries of one head.
+_SLOW_GROUPS = (torch.bfloat16, torch.float16)
 
 
 def usable(model: PreTrainedModel) -> bool:
@@ -32,9 +40,9 @@ def usable(model: PreTrainedModel) -> bool:
     its attention up in the host's interface; all its layers share one config, which the look-up reads; and no layer has
     an indexer, because indexers accept only known names of attention implementations.
     """
-    config = model.config.get_text_config(decoder=True)
+    config, device = model.config.get_text_config(decoder=True), abilities(model.device)
     return (
-        abilities(model.device).groups_heads
+        (device.groups_heads or device.folds_heads)
         and own_implementation(config) == "sdpa"
         and looks_attention_up(model)
         and getattr(config, "attn_logit_softcapping", None) is None
@@ -123,10 +131,71 @@ def tree_attention_forward(
         return attend_alone(module, query, key, value, nodes, dropout=dropout, scaling=scaling, **kwargs), None
     if attention_mask is None or dropout or not attention_mask.dtype.is_floating_point or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return attend(query, key, value, attention_mask, scaling=scaling).contiguous(), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention with grouped heads, without copies of keys and values where the device allows it.
+
+    Args:
+        query: [batch, heads, nodes, head_dim].
+        key: [batch, kv_heads, entries, head_dim].
+        value: [batch, kv_heads, entries, value_dim].
+        mask: [batch, 1, nodes, entries], additive or bool (True = may attend); None for no mask.
+        scaling: of the scores; head_dim ** -0.5 if None.
+        is_causal: causal attention without a mask.
+
+    Returns:
+        [batch, nodes, heads, value_dim], not always contiguous.
+    """
+    _, kv_heads, _, head_dim = key.shape
+    grouped = query.shape[1] != kv_heads
+    small = query.shape[2] < 2 * kv_heads * head_dim  # the mask repeated, compared with keys and values repeated
+    able = abilities(query.device)
+    folds = able.folds_heads or (able.groups_heads and query.dtype in _SLOW_GROUPS)
+    if mask is not None and grouped and small and folds:
+        return _fold_heads(query, key, value, mask, scaling)
     attended = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
     )
-    return attended.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2)
+
+
+def _fold_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """The heads of a group as queries of one head, for kernels without grouped heads; see `attend`.
+
+    All heads share the mask, so that query head h at node i is query (h % groups) * nodes + i of key head h // groups.
+    Keys and values are read in place; query, mask and output, which are small, are copied instead.
+    """
+    heads, nodes = query.shape[1:3]
+    groups = heads // key.shape[1]
+    attended = nn.functional.scaled_dot_product_attention(
+        query.unflatten(1, (-1, groups)).flatten(2, 3), key, value, attn_mask=_repeated(mask, groups), scale=scaling
+    )
+    return attended.unflatten(2, (groups, nodes)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _repeated(mask: Tensor, groups: int) -> Tensor:
+    """`mask` repeated to [batch, 1, groups * nodes, entries], once per forward: all its layers pass the same tensor."""
+    known = _REPEATED.get(mask)
+    if known is None or known[0] != groups:
+        batch, _, nodes, entries = mask.shape
+        # Rows begin at multiples of 16 numbers, otherwise the memory-efficient kernel copies the mask in each layer.
+        room = mask.new_zeros(batch, 1, groups, nodes, -(-entries // 16) * 16)
+        room[..., :entries] = mask.unsqueeze(2)
+        known = _REPEATED[mask] = (groups, room.flatten(2, 3)[..., :entries])
+    return known[1]
+
+
+_REPEATED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by a mask: groups, and the mask repeated
 
 
 def attend_alone(

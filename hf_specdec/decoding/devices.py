@@ -30,12 +30,14 @@ class Abilities:
             call takes longer than the computation.
         float64: supports double precision.
         groups_heads: torch's attention supports grouped heads together with a mask, without copying the keys.
+        folds_heads: it does not, or not in each version, and the host would copy them; see `attention.attend`.
         works_ahead: runs asynchronously to the host, and has CUDA streams, events, pinned copies and graphs.
     """
 
     host_memory: bool = False
     float64: bool = True
     groups_heads: bool = False
+    folds_heads: bool = False
     works_ahead: bool = False
 
 
@@ -53,7 +55,7 @@ def _cautious(device: torch.device) -> Abilities:
 
 
 _CPU = Abilities(host_memory=True, groups_heads=True)
-_CUDA = Abilities(works_ahead=True)
+_CUDA = Abilities(folds_heads=True, works_ahead=True)
 RULES: dict[str, Callable[[torch.device], Abilities]] = {"cpu": lambda _: _CPU, "cuda": lambda _: _CUDA}
 
 

@@ -7,6 +7,10 @@ nodes are written at a fixed entry after the prefix (`TreeCache.place_nodes`), a
 (`Workspace`), so that a graph captured in one `generate` call is replayed in the next. `static_verify.py` has the
 forward.
 
+The graphs of a model share one memory pool: only one of them runs at a time, and their outputs are copied out of it, so
+that the temporary tensors of all shapes may lie at the same addresses. A drafter has a pool of its own, because it may
+run beside its target (SpecBranch).
+
 A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
 a GPU replace the graph by an emulation; the speed on a GPU has not been measured.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -36,9 +41,10 @@ logger = logging.getLogger(__name__)
 # Drafted nodes, root not counted, to which trees are padded and for which times are measured; larger trees are padded
 # to multiples of the last one.
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-NODE_BUCKETS = tuple(1 + size for size in DRAFT_SIZES)
 MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
-FIRST_PREFIX = 256  # entries; longer prefixes are padded to this times a power of 2
+# Entries; longer prefixes are padded to this times a power of 2, from PREFIX_STEP on to its multiples. On paper a padded
+# entry of an 8B model costs 44 ns a round on an H100. If a capture takes 0.15 s, steps of 7,000 entries cost least.
+FIRST_PREFIX, PREFIX_STEP = 256, 8192
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
 
@@ -47,6 +53,7 @@ class Graph(Protocol):
     """A captured forward."""
 
     outputs: tuple[Tensor, ...]
+    pool: Any
 
     def replay(self) -> None:
         """Recomputes `outputs` from the current values of the inputs."""
@@ -57,36 +64,48 @@ class CudaGraph:
 
     Args:
         forward: reads and writes the same tensors in each call.
+        pool: `pool` of an existing graph that never runs at the same time, to share its memory; None for a new pool.
+
+    Attributes:
+        outputs: of the last replay, outside of the pool: replays of graphs that share it do not change them.
+        pool: the handle of its memory pool, valid as long as a graph with it exists.
 
     Raises:
         RuntimeError: an operation cannot be captured, for example a device sync.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: chooses and compiles kernels, allocates their workspaces
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, forward: Forward, pool: Any = None) -> None:
         device = torch.cuda.current_device()
-        numbers = torch.cuda.default_generators[device]
-        before = numbers.clone_state()
-        try:
-            # The outer context restores the current stream if the capture fails. "thread_local" lets other threads use
-            # the device meanwhile: one may draft, or train.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(self._graph, stream=capture_stream(device), capture_error_mode="thread_local"),
-            ):
-                self.outputs = forward()
-        except BaseException:
-            numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
-            raise
+        stream = capture_stream(device)
+        with _CAPTURING:  # another thread may capture a drafter meanwhile
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                forward()  # warm-up: chooses and compiles kernels, allocates their workspaces
+                outputs = forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.outputs = tuple(map(torch.empty_like, outputs))
+            self._graph = torch.cuda.CUDAGraph()
+            numbers = torch.cuda.default_generators[device]
+            before = numbers.clone_state()
+            try:
+                # The outer context restores the current stream if the capture fails. "thread_local" lets other threads
+                # use the device meanwhile: one may draft, or train.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    for kept, output in zip(self.outputs, forward(), strict=True):
+                        kept.copy_(output)
+            except BaseException:
+                numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
+                raise
+        self.pool = self._graph.pool()
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+_CAPTURING = threading.Lock()
 
 
 @functools.cache
@@ -95,9 +114,20 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def make_graph(forward: Forward) -> Graph:
-    """Captures a forward."""
-    return CudaGraph(forward)
+def make_graph(forward: Forward, pool: Any) -> Graph:
+    """Captures a forward, see `CudaGraph`."""
+    return CudaGraph(forward, pool)
+
+
+def lacked_memory(error: RuntimeError) -> bool:
+    """Whether a capture failed for lack of memory: torch's own allocator, the driver and cuBLAS say so differently.
+
+    Example:
+        >>> lacked_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+        True
+    """
+    told = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in told or "ALLOC_FAILED" in told
 
 
 def can_capture(device: torch.device) -> bool:
@@ -201,7 +231,7 @@ class Workspace:
         state = state_of(modules, passing)
         if weights != self._weights or state != self._state:
             self._captured, self._slabs, self._taken = OrderedDict(), OrderedDict(), []
-            self._weights, self._state = weights, state
+            self._weights, self._state, self._capture_failed = weights, state, False
         for captured in self._captured.values():
             captured.lacked_memory = False
         for slab in self._taken:  # left by a call that raised an error
@@ -263,18 +293,20 @@ class Workspace:
         return captured.graph.outputs
 
     def _capture(self, captured: Captured, forward: Forward, model: nn.Module) -> None:
+        pools = [each.graph.pool for each in self._captured.values() if each.graph is not None]
         try:
-            captured.graph = make_graph(forward)
-        except torch.OutOfMemoryError:  # later captures may have the memory of the graphs that are freed here
-            captured.lacked_memory = True
-            for other in self._captured.values():
-                other.graph = None
-            logger.warning(
-                "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and in "
-                "this call rounds of this shape run without one, with the same result.",
-                type(model).__name__,
-            )
+            captured.graph = make_graph(forward, pools[0] if pools else None)
         except RuntimeError as error:
+            if lacked_memory(error):  # later captures may have the memory of the graphs that are freed here
+                captured.lacked_memory = True
+                for other in self._captured.values():
+                    other.graph = None
+                logger.warning(
+                    "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and "
+                    "in this call rounds of this shape run without one, with the same result.",
+                    type(model).__name__,
+                )
+                return
             self._capture_failed = True
             logger.warning(
                 "A forward of %s cannot be captured as a CUDA graph and runs without one, with the same result: %s",
@@ -411,13 +443,13 @@ def prefix_bucket(entries: int) -> int:
     """The number of entries that a prefix is padded to.
 
     Example:
-        >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100)
-        (256, 256, 2048)
+        >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100), prefix_bucket(33_000)
+        (256, 256, 2048, 40960)
     """
     size = FIRST_PREFIX
-    while size < entries:
+    while size < min(entries, PREFIX_STEP):
         size *= 2
-    return size
+    return -(-max(entries, 1) // size) * size
 
 
 def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
+from hf_specdec.decoding.graphs import DRAFT_SIZES, Workspace, nodes_bucket, prefix_bucket, write_tree
 from hf_specdec.decoding.masks import node_mask
 from hf_specdec.decoding.tree import DraftTree
 
 
 def capacity_for(entries: int) -> int:
     """Entries of a buffer for rows of `entries` and the nodes of a round; rounded up, so that calls share buffers."""
-    return prefix_bucket(entries) + NODE_BUCKETS[-1]
+    return prefix_bucket(entries) + 1 + DRAFT_SIZES[-1]
 
 
 class StaticVerify:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
+from hf_specdec.decoding.attention import attend
+
 
 class KeyValueStore(Protocol):
     """The cache of the layers: a `TreeCache`, or at training a list with gradients."""
@@ -28,7 +30,6 @@ class HeadProjections(nn.Module):
     def __init__(self, config: PreTrainedConfig, in_size: int, *, norms: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
         heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(in_size, heads, bias=bias)
@@ -71,10 +72,7 @@ class CachedAttention(HeadProjections):
         queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
         if cache is not None:
             keys, values = cache.layers[layer].update(keys, values)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
+        return self.o_proj(attend(queries, keys, values, mask, is_causal=is_causal).flatten(2))
 
 
 class DraftLayer(nn.Module):

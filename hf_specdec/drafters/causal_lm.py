@@ -502,7 +502,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         )
         room = length + 256
         if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
-            room = max(room, self.target.cache.capacity - graphs.NODE_BUCKETS[-1])
+            room = max(room, self.target.cache.capacity - 1 - graphs.DRAFT_SIZES[-1])
         drafter.begin_rounds(room)
 
 

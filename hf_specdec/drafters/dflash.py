@@ -27,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from hf_specdec.decoding.attention import attend
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import DraftContext
@@ -360,10 +361,7 @@ class DFlashAttention(HeadProjections):
         keys = keys * cos + rotate_half(keys) * sin
         if cache is not None:
             keys, values = cache.layers[layer].update(keys, values)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
+        return self.o_proj(attend(queries, keys, values, mask).flatten(2))
 
 
 class DFlashLayer(nn.Module):

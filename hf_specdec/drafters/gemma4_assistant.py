@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
+from hf_specdec.decoding.attention import attend
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -236,9 +237,8 @@ class QueryAttention(nn.Module):
 
     def __init__(self, config: Gemma4AssistantConfig, layer_type: str) -> None:
         super().__init__()
-        kv_heads, self.head_dim = config.kv_shape(layer_type)
+        _, self.head_dim = config.kv_shape(layer_type)
         heads, bias = config.num_attention_heads, config.attention_bias
-        self.grouped = heads > kv_heads
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
@@ -249,15 +249,8 @@ class QueryAttention(nn.Module):
         queries = self.q_norm(self.q_proj(hidden).view(batch, nodes, -1, self.head_dim)).transpose(1, 2)
         cos, sin = rotary
         queries = queries * cos + rotate_half(queries) * sin
-        attended = nn.functional.scaled_dot_product_attention(
-            queries,
-            entries.keys,
-            entries.values,
-            attn_mask=entries.mask[:, None, None].expand(-1, -1, nodes, -1),
-            scale=1.0,
-            enable_gqa=self.grouped,
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, nodes, -1))
+        mask = entries.mask[:, None, None].expand(-1, -1, nodes, -1)
+        return self.o_proj(attend(queries, entries.keys, entries.values, mask, scaling=1.0).flatten(2))
 
 
 class QueryLayer(nn.Module):

@@ -14,7 +14,7 @@ from examples.speed.bundled import bundled, exact_variants
 from examples.speed.criteria import CRITERIA, NOT_MEASURED, verdicts
 from examples.speed.exactness import compare
 from examples.speed.host_time import timed
-from examples.speed.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from examples.speed.scripted import NETWORKS, ScriptedDrafter, counting_target, dflash_network, draft_shape, rate_for
 from examples.speed.stock_dflash import ARGUMENTS, stock_dflash
 from hf_specdec.benchmark.floor import weight_bytes
 from hf_specdec.benchmark.variants import BUNDLED
@@ -42,10 +42,18 @@ def test_rate_gives_the_mean_acceptance_length() -> None:
 
 def test_network_beside_the_script_changes_no_token() -> None:
     target = counting_target("tiny", "cpu", torch.float32)
-    drafter = ScriptedDrafter(drafter_network(target, layers=1), tree_budget=16)
+    drafter = ScriptedDrafter(dflash_network(target, layers=1), tree_budget=16)
     prompt = torch.arange(12).unsqueeze(0)
     output = target.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=drafter)
     assert output.tolist() == [list(range(52))]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_each_network_drafts_beside_the_script(network: str) -> None:
+    bench = speed.Bench(speed.parser().parse_args(["--device", "cpu", "--networks", network, "--repeats", "1"]))
+    figures = bench.of_calls(bench.prompt(20), bench.drafter(8, "none"))
+    assert figures["tau"] > 2
+    assert figures["drafter_floor_ms"] > 0
 
 
 def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +81,7 @@ def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.
 
 
 def test_rows_of_a_ragged_batch_end_one_after_the_other() -> None:
-    options = speed.parser().parse_args(["--device", "cpu", "--new-tokens", "24", "--no-network"])
+    options = speed.parser().parse_args(["--device", "cpu", "--new-tokens", "24", "--networks", "none"])
     bench = speed.Bench(options)
     inputs, tokens = bench.ragged(context=20, batch=4)
     assert tokens == [6, 12, 18, 24]
@@ -153,11 +161,18 @@ def test_near_ties_are_told_from_errors_by_a_bound_in_units_of_the_last_place() 
 
 def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
     rows = [
-        {"part": "rounds", "nodes": 64, "context": 1024, "round_to_floor": value, "verify_to_floor": 1.2}
+        {
+            "part": "rounds",
+            "network": "dflash",
+            "nodes": 64,
+            "context": 1024,
+            "round_to_floor": value,
+            "verify_to_floor": 1.2,
+        }
         | {"tokens_per_s": 900.0, "times_first_context": 1.0}
         for value in (1.7, 1.4)
     ]
-    environment = {"on_gpu": True, "shape": "qwen3-8b", "dtype": "bfloat16", "drafter_network": True}
+    environment = {"on_gpu": True, "shape": "qwen3-8b", "dtype": "bfloat16"}
     found = {line["line"].split(",")[0]: line["holds"] for line in verdicts(environment, rows)}
     assert found["round-to-floor"] is True  # the better mode counts
     assert found["tokens/s at a mean acceptance length of 6.5"] is False
@@ -165,7 +180,8 @@ def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
     for other in ({"on_gpu": False}, {"shape": "tiny"}, {"dtype": "float32"}):
         assert {line["holds"] for line in verdicts(environment | other, rows)} == {NOT_MEASURED}
     without = {
-        line["line"].split(",")[0]: line["holds"] for line in verdicts(environment | {"drafter_network": False}, rows)
+        line["line"].split(",")[0]: line["holds"]
+        for line in verdicts(environment, [row | {"network": "none"} for row in rows])
     }
     assert without["round-to-floor"] == NOT_MEASURED
 

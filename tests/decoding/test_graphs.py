@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -70,10 +72,11 @@ class Replaying:
     replays = 0
     alive: ClassVar[weakref.WeakSet[Replaying]] = weakref.WeakSet()
 
-    def __init__(self, forward: graphs.Forward) -> None:
+    def __init__(self, forward: graphs.Forward, pool: Any = None) -> None:
+        assert pool is None or any(graph.pool is pool for graph in Replaying.alive), "a pool ends with its last graph"
         Replaying.made += 1
         Replaying.alive.add(self)
-        self.forward = forward
+        self.forward, self.pool = forward, pool or object()
         with Reads() as reads:
             forward()
         lasting: set[int] = set()
@@ -163,6 +166,18 @@ def test_later_calls_reuse_what_earlier_ones_captured() -> None:
     assert_same_cache(first.past_key_values, alone.past_key_values)
 
 
+def test_graphs_of_a_model_share_a_memory_pool() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    pools = {
+        model: [captured.graph.pool for captured in graphs._WORKSPACES[model]._captured.values() if captured.graph]
+        for model in (target, drafter)
+    }
+    assert all(len(own) > 1 and len(set(own)) == 1 for own in pools.values())
+    assert pools[target][0] is not pools[drafter][0]  # a drafter may run beside its target
+
+
 @pytest.mark.usefixtures("whole_batch")  # smaller batches have graphs of their own
 @pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain"])
 def test_a_draft_model_has_a_graph_per_level_and_prefix_and_later_calls_make_none(method: str) -> None:
@@ -214,6 +229,21 @@ def test_trees_of_one_bucket_share_a_graph() -> None:
     assert Replaying.made == 1
 
 
+@pytest.mark.parametrize("budget", [4, 8, 16, 32, 64])
+def test_usual_budgets_are_captured_without_padding(budget: int) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    drafter.set_options(tree_budget=budget)
+    widths = set()
+    hook = target.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with hook:
+        target.generate(**prompts, **(GREEDY | {"max_new_tokens": 3}), assistant_model=drafter)
+    assert widths == {prompts["input_ids"].shape[1], 1 + budget}
+    assert budget in graphs.DRAFT_SIZES  # the table from which policies choose
+
+
 def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CAPTURED", 2)
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -247,15 +277,24 @@ def test_buffers_of_few_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(kept) == 2
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),  # of the driver, when a graph is made ready
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["allocator", "driver", "cublas"],
+)
 def test_rounds_are_captured_again_after_a_lack_of_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target, prompts, lacking = fresh_target("llama", "sdpa"), PROMPTS["batch of one"](), [1]
+    target, prompts, lacking = fresh_target("llama", "sdpa"), PROMPTS["batch of one"](), [error]
 
-    def make_graph(forward: graphs.Forward) -> Replaying:
+    def make_graph(forward: graphs.Forward, pool: Any) -> Replaying:
         if lacking:
-            raise torch.OutOfMemoryError(f"in attempt {lacking.pop()}")
-        return Replaying(forward)
+            raise lacking.pop()
+        return Replaying(forward, pool)
 
     alone = target.generate(**prompts, **GREEDY)
     monkeypatch.setattr(graphs, "make_graph", make_graph)
@@ -294,7 +333,7 @@ def test_text_longer_than_the_buffers_grows_them() -> None:
 def test_forward_that_cannot_be_captured_runs_on_the_same_buffers_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(forward: graphs.Forward) -> graphs.Graph:
+    def fails(forward: graphs.Forward, pool: Any) -> graphs.Graph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
@@ -699,13 +738,13 @@ class FakeCuda:
         self.current, self.fails, self.state = "default", fails, "drawing"
         self.captures: list[dict[str, Any]] = []
         for name, stand_in in {
-            "Stream": lambda device=None: FakeStream("side" if device is None else f"captures on {device}"),
+            "Stream": lambda device: FakeStream(f"captures on {device}"),
             "current_stream": lambda: FakeStream(self.current),
             "current_device": lambda: 1,
             "default_generators": (None, self),
             "stream": self.stream,
             "graph": self.graph,
-            "CUDAGraph": object,
+            "CUDAGraph": lambda: self,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
@@ -725,6 +764,9 @@ class FakeCuda:
         if self.fails:
             raise RuntimeError("operation failed due to a previous error during capture")
         self.current, self.state = "default", "drawing"
+
+    def pool(self) -> str:
+        return "pool of the graph"
 
     def clone_state(self) -> str:
         return self.state
@@ -747,16 +789,44 @@ def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, m
     cuda = FakeCuda(monkeypatch, fails=fails)
     seen: list[str] = []
 
+    made: list[Tensor] = []
+
     def forward() -> tuple[Tensor, ...]:
         seen.append(cuda.current)
-        return ()
+        made.append(torch.tensor([len(seen)]))
+        return (made[-1],)
 
     with pytest.raises(RuntimeError, match="during capture") if fails else nullcontext():
-        graphs.CudaGraph(forward)
+        graph = graphs.CudaGraph(forward, pool="shared")
+        assert graph.outputs[0].tolist() == [3]
+        assert graph.outputs[0].data_ptr() != made[-1].data_ptr()  # which lies in the pool
+        assert graph.pool == "pool of the graph"
     graphs.capture_stream.cache_clear()
-    assert seen == ["side", "side", "captures on 1"]
+    assert seen == ["captures on 1"] * 3
+    assert cuda.captures[0]["pool"] == "shared"
     assert cuda.captures[0]["capture_error_mode"] == "thread_local"  # other threads draft and learn meanwhile
     assert (cuda.current, cuda.state) == ("default", "drawing")
+
+
+def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the stream of captures, on which the warm-up of one would become a part of the other's graph."""
+    graphs.capture_stream.cache_clear()
+    FakeCuda(monkeypatch, fails=False)
+    inside, met = threading.Semaphore(1), []
+
+    def forward() -> tuple[Tensor, ...]:
+        met.append(not inside.acquire(timeout=0))
+        time.sleep(0.01)  # for the other thread to arrive
+        inside.release()
+        return ()
+
+    threads = [threading.Thread(target=graphs.CudaGraph, args=(forward,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    graphs.capture_stream.cache_clear()
+    assert met == [False] * 6
 
 
 def test_second_call_at_the_same_time_is_not_captured() -> None:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_specdec.decoding.attention import tree_attention_forward
 from hf_specdec.decoding.graphs import CudaGraph
+from hf_specdec.decoding.masks import additive
 from tests.methods import METHODS
 from tests.targets import PROMPTS, fresh_target
 
@@ -64,6 +67,42 @@ def test_a_capture_that_fails_leaves_stream_and_random_numbers_as_they_were() ->
         CudaGraph(lambda: (values + values.sum().item(),))
     assert torch.cuda.current_stream() == stream
     assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+def test_graphs_that_share_a_pool_keep_their_outputs() -> None:
+    inputs = [torch.empty(size, device="cuda", dtype=torch.int64) for size in (1 << 20, 1 << 10, 1 << 20)]
+    made: list[CudaGraph] = []
+    for each in inputs:
+        # The temporary tensors of a later graph lie where those of an earlier one lay.
+        made.append(CudaGraph(lambda each=each: ((each * 2).cumsum(0) + each,), made[0].pool if made else None))
+    assert len({graph.pool for graph in made}) == 1
+    for number, each in enumerate(inputs):
+        each.fill_(number + 1)
+    for graph in made:
+        graph.replay()
+    for graph, each in zip(made, inputs, strict=True):
+        assert torch.equal(graph.outputs[0], (each * 2).cumsum(0) + each)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_folded_heads_copy_no_keys_and_are_as_near_to_float64_as_the_hosts_attention(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, length, 128) for heads, length in ((32, 65), (8, 4160), (8, 4160)))
+    seen = torch.rand(1, 65, 4160) < 0.9
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 4
+    cuda, exact = ([part.to("cuda", kind) for part in (query, key, value)] for kind in (dtype, torch.float64))
+    masks = [additive(seen.cuda(), kind) for kind in (dtype, torch.float64)]
+    expected, _ = sdpa_attention_forward(layer, *exact, masks[1])
+    errors = []
+    for attention in (sdpa_attention_forward, tree_attention_forward):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found, _ = attention(layer, *cuda, masks[0])
+        peak = torch.cuda.max_memory_allocated() - before
+        errors.append(float((found.double() - expected).abs().max()))
+    assert errors[1] <= 2 * errors[0]
+    assert peak < cuda[1].nbytes  # of the second, which copies neither keys nor values
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
