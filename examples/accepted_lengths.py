@@ -9,6 +9,7 @@ Drafters are written as for `hf-specdec bench`, with options. Every round drafts
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from harness import about, load_inputs, load_target, mean_acceptance_length, tab
 
 from hf_specdec.benchmark.variants import distinct, load
 from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafters.ssd import SSDDrafter
 
 
 def main() -> None:
@@ -26,6 +28,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16, help="prompts, evenly spaced over the file")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--foresee", type=int, help="wrap the drafters in ssd, which verifies so many of their nodes")
     parser.add_argument("--dtype", help="of the target; default: float32, on CUDA bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -34,6 +37,16 @@ def main() -> None:
     inputs = load_inputs(tokenizer, arguments.prompts)
     inputs = inputs[:: max(1, len(inputs) // arguments.limit)][: arguments.limit]
     variants = distinct(variant for spec in arguments.drafter for variant in load(spec, model) if variant.leads)
+    if arguments.foresee:
+        variants = [
+            replace(
+                variant,
+                name=f"ssd {variant.name}",
+                drafter=SSDDrafter(variant.drafter, tree_budget=arguments.foresee, trial=False),
+                settings={},
+            )
+            for variant in variants
+        ]
     figures = []
     for variant in variants:
         row = {"drafter": variant.name}
@@ -50,6 +63,8 @@ def main() -> None:
                 assert variant.drafter is not None
                 calls.append(variant.drafter.stats)
             row[f"{temperature:g}"] = f"{mean_acceptance_length(calls):.2f}"
+            if prepared := sum(stats.num_prepared for stats in calls):
+                row[f"{temperature:g}"] += f", {sum(stats.num_foreseen for stats in calls) / prepared:.0%} foreseen"
         figures.append(row)
         print(row, flush=True)
     rows = [list(row.values()) for row in figures]
