@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--foresee", type=int, help="wrap the drafters in ssd, which verifies so many of their nodes")
+    parser.add_argument("--fan-out", type=int, default=4, help="outcomes that ssd prepares")
     parser.add_argument("--dtype", help="of the target; default: float32, on CUDA bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -42,7 +43,9 @@ def main() -> None:
             replace(
                 variant,
                 name=f"ssd {variant.name}",
-                drafter=SSDDrafter(variant.drafter, tree_budget=arguments.foresee, trial=False),
+                drafter=SSDDrafter(
+                    variant.drafter, tree_budget=arguments.foresee, fan_out=arguments.fan_out, trial=False
+                ),
                 settings={},
             )
             for variant in variants
