@@ -382,6 +382,11 @@ def make_causal_lm_ssd(target: PreTrainedModel, **options: Any) -> Drafter:
     return SSDDrafter(make_causal_lm(target, tree_budget=14), **{"tree_budget": 8, "trial": False, **options})
 
 
+def make_eagle3_ssd(target: PreTrainedModel, **options: Any) -> Drafter:
+    """The same with a drafter that reads the target's states, and its own outputs where these do not exist yet."""
+    return SSDDrafter(make_eagle3(target, tree_budget=14), **{"tree_budget": 8, "trial": False, **options})
+
+
 def make_merged(target: PreTrainedModel) -> Drafter:
     """DDTree with a look-up: features, and none."""
     return MergedDrafter(make_ddtree(target), make_ngram(target))
@@ -422,8 +427,9 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "specbound": make_specbound,
     "ssd": make_ssd,
     "causal_lm_ssd": make_causal_lm_ssd,
+    "eagle3_ssd": make_eagle3_ssd,
 }
 # Those whose drafts do not depend on what calls before, or other rows, were about.
-STEADY = [name for name in METHODS if not name.startswith(("merged", "token-recycling"))]
+STEADY = [name for name in METHODS if not name.startswith(("merged", "token-recycling", "eagle3_ssd"))]
 # Those that serve any target of the right shape, not one that they were made with.
 FREE = [name for name in METHODS if name != "mtp"]

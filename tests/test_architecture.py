@@ -165,6 +165,7 @@ def test_every_registered_method_takes_the_shared_tests() -> None:
 ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize", "integration", "cli", "commands")
 EXCEPTIONS = {
     "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
+    "hub/parallel_heads.py": {"parallel_heads"},  # the part of that method that reads Meta's files
     "hub/loading.py": {"merged"},  # a list of drafters means a merged one
 }
 
@@ -273,7 +274,7 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 26_610
+MOST_CODE_LINES = 27_260
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:

@@ -119,7 +119,9 @@ def test_options_of_printed_commands_are_those_of_the_command(capsys: pytest.Cap
     assert len(printed) > 20
     known = {}
     for name in {name for name, _ in printed}:
-        for suite in ([], ["--suite", "speed"]) if name == "bench" else ([],):  # which has options of its own
+        # These have options of their own.
+        more = {"bench": ["--suite", "speed"], "train": ["--method", "specbound"]}
+        for suite in ([], *([more[name]] if name in more else [])):
             with pytest.raises(SystemExit):
                 main([name, *suite, "--help"])
         known[name] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))

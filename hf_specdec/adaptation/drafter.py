@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.adaptation.learner import Learner, Update
+from hf_specdec.adaptation.learning_drafter import LearningDrafter, recipe_for
 from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.policies import Always, Limited
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import FAMILIES
-from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
 
 AUTO_NODES = 16  # of each tree with `tree_budget="auto"`
 
@@ -76,7 +72,7 @@ class AdaptationStats:
         )
 
 
-class AdaptiveDrafter(Drafter):
+class AdaptiveDrafter(LearningDrafter):
     """Drafts with a drafter and updates its weights between rounds; pass it as `assistant_model`.
 
     A call is one query; all rows of a batch are used for training. `drafter` is the serving copy: its weights change,
@@ -125,8 +121,6 @@ class AdaptiveDrafter(Drafter):
         max_positions: int = 256,
         seed: int = 0,
     ) -> None:
-        if isinstance(target, Drafter):
-            target, drafter = drafter, target
         self.policy = CostAwareBandit() if policy is None else policy
         self.fail_safe = FailSafe() if fail_safe is None else fail_safe
         for name, value, least in (
@@ -137,10 +131,9 @@ class AdaptiveDrafter(Drafter):
         ):
             if value < least:
                 raise ValueError(f"{name}={value!r} must be at least {least}.")
-        check_is_drafter(drafter, "The target comes first, then the drafter.")
-        drafter.check_target(target)
-        adapting = _adapting(drafter)
-        self.drafter = drafter
+        super().__init__(target, drafter)
+        target, drafter = self.target, self.drafter
+        adapting = recipe_for(drafter, "adapting")
         self.adaptation = AdaptationStats()
         self.learner = Learner(
             drafter, lambda copy: adapting(copy, target), learning_rate=learning_rate, kl_weight=kl_weight,
@@ -149,38 +142,17 @@ class AdaptiveDrafter(Drafter):
         self._buffers: dict[Action, list[Query]] = {"head": [], "full": []}
         self._closed = False
 
-    @property
-    def options(self) -> DrafterOptions:  # of the serving copy
-        return self.drafter.options
-
-    @options.setter
-    def options(self, options: DrafterOptions) -> None:
-        self.drafter.options = options
-
-    def validate_options(self, options: DrafterOptions) -> None:
-        self.drafter.validate_options(options)
-
     def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
         """Drafts in every round, since it learns from the drafts; `tree_budget="auto"` is `AUTO_NODES` here."""
         return Limited(Always(), AUTO_NODES, None) if self.options.pauses else Always()
 
     def check_target(self, model: PreTrainedModel) -> None:
-        if model is not self.learner.step.reader.model:
-            raise ValueError(
-                f"This AdaptiveDrafter learns from target {self.learner.step.reader.model.name_or_path!r}, but was "
-                f"passed to another one, {model.name_or_path!r}. Make one AdaptiveDrafter per target object."
-            )
+        super().check_target(model)
         if self._closed:
             raise ValueError(
                 "This AdaptiveDrafter is closed: pass its .drafter as assistant_model to draft without adaptation, or "
                 "make a new one."
             )
-        self.drafter.check_target(model)
-
-    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The drafter's own layers, and the input of the target's head."""
-        depth = model.config.get_text_config(decoder=True).num_hidden_layers
-        return (*self.drafter.feature_layers(model), depth)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         self._swap_weights()  # a failed update raises before the first token
@@ -190,19 +162,8 @@ class AdaptiveDrafter(Drafter):
                 f"Adaptation needs the states from which tokens are drafted, but method={self.drafter.method!r} of "
                 f"{type(self.drafter).__name__} does not give them: choose another method, or pass the drafter itself."
             )
-        hidden = target.model.config.get_text_config(decoder=True).hidden_size
-        width = len(self.drafter.feature_layers(target.model)) * hidden
+        width = self.feature_width(target.model)
         return QueryRecorder(inner, width, between_rounds=self._between_rounds, finished=self.finish_query)
-
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Saves the serving drafter, with a record of its adaptation; see `PretrainedDrafter.save_pretrained`."""
-        self._record()
-        self.drafter.save_pretrained(save_directory, **kwargs)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publishes the serving drafter; see `PretrainedDrafter.push_to_hub`."""
-        self._record()
-        return self.drafter.push_to_hub(repo_id, **kwargs)
 
     def wait(self) -> None:
         """Waits for a running update and copies its weights to the serving drafter. Call it between `generate` calls.
@@ -280,20 +241,6 @@ class AdaptiveDrafter(Drafter):
         chosen = probs.gather(1, draft_ids.clamp(min=0).unsqueeze(1)).squeeze(1).where(draft_ids >= 0, 0.0)
         return float((1 - chosen).sum()) / len(query.rows)
 
-    def _record(self) -> None:
-        """Removes measurements of the weights before the adaptation, and records the adaptation."""
-        if self.adaptation.updates or self.adaptation.num_reverts:
-            self.drafter.measurements = None
-            self.drafter.training_record = (self.drafter.training_record or {}) | {"adapted": str(self.adaptation)}
-
-
-def _adapting(drafter: PretrainedDrafter) -> Any:
-    """`Recipe.adapting` of the drafter's method."""
-    able = {name: recipe.adapting for name, recipe in RECIPES.items() if recipe.adapting is not None}
-    for name, adapting in able.items():
-        if isinstance(drafter, FAMILIES[name].drafter):
-            return adapting
-    raise ValueError(
-        f"A {type(drafter).__name__} does not support adaptation; methods that do: {', '.join(sorted(able))}. Pass the "
-        "drafter itself as assistant_model."
-    )
+    @property
+    def learned(self) -> str | None:
+        return str(self.adaptation) if self.adaptation.updates or self.adaptation.num_reverts else None

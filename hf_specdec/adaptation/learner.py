@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,13 +121,13 @@ class Learner:
             update = running.result()
         except Exception as error:
             # Undoes the gradient steps before the error.
-            self._copy(_tensors_of(self.serving), self.learning)
+            copy_weights(_tensors_of(self.serving), self.learning)
             self.optimizer = self._new_optimizer()
             raise RuntimeError(
                 f"An update of the drafter failed: {type(error).__name__}: {error}. The drafter keeps its earlier "
                 "weights; to continue without adaptation, pass the drafter itself as assistant_model."
             ) from error
-        self._copy(_tensors_of(self.learning), self.serving)
+        copy_weights(_tensors_of(self.learning), self.serving)
         return update
 
     def mark_good(self) -> None:
@@ -145,7 +146,7 @@ class Learner:
         if self._running is not None and self._running.exception() is None:
             self._running = None
         for model in (self.serving, self.learning):
-            self._copy(self.good, model)
+            copy_weights(self.good, model)
         self.candidate = self.good
         self.optimizer = self._new_optimizer()
 
@@ -158,12 +159,6 @@ class Learner:
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.learning.parameters(), lr=self.learning_rate, weight_decay=0.0)
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(tensors: list[Tensor], model: PretrainedDrafter) -> None:
-        for own, other in zip(_tensors_of(model), tensors, strict=True):
-            own.copy_(other)
 
     @staticmethod
     def _weights_of(model: PretrainedDrafter) -> list[Tensor]:
@@ -223,7 +218,7 @@ class Learner:
 
     def _full_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
         """The same for the whole drafter, with new random choices in each step."""
-        batch = self._batch_of(queries)
+        batch = batch_of((row for query in queries for row in query.rows), self.max_positions, self.learning.device)
         generator = self.step.generator
         assert generator is not None
 
@@ -239,16 +234,24 @@ class Learner:
 
         return losses
 
-    def _batch_of(self, queries: Sequence[Query]) -> dict[str, Tensor]:
-        """The last `max_positions` of every row, right-padded to the same length."""
-        rows = []
-        for row in (row for query in queries for row in query.rows):
-            length = len(row["input_ids"])
-            skipped = max(0, length - self.max_positions)
-            states = {name: row[name][skipped:] for name in ("input_ids", "features", "last_hidden")}
-            rows.append(states | {"first_anchor": max(1, row["first_anchor"] - skipped), "length": length - skipped})
-        return {name: column.to(self.learning.device) for name, column in collate(rows).items()}
+
+def batch_of(rows: Iterable[Mapping[str, Any]], max_positions: int, device: torch.device) -> dict[str, Tensor]:
+    """The last `max_positions` of every recorded row, right-padded to the same length."""
+    parts = []
+    for row in rows:
+        length = len(row["input_ids"])
+        skipped = max(0, length - max_positions)
+        columns = {name: column[skipped:] for name, column in row.items() if isinstance(column, Tensor)}
+        parts.append(columns | {"first_anchor": max(1, row["first_anchor"] - skipped), "length": length - skipped})
+    return {name: column.to(device) for name, column in collate(parts).items()}
 
 
 def _tensors_of(model: PretrainedDrafter) -> list[Tensor]:
     return list(model.parameters())
+
+
+@torch.no_grad()
+def copy_weights(tensors: Iterable[Tensor], model: PretrainedDrafter) -> None:
+    """Writes values into a drafter's parameters, in their order; captured forwards read the same memory."""
+    for own, other in zip(_tensors_of(model), tensors, strict=True):
+        own.copy_(other)

@@ -39,6 +39,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import CachedAttention, DraftLayer
@@ -387,7 +388,10 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        outputs = self.read_pairs(context.root_ids)
+        return self._grow(context, self.read_pairs(context.root_ids))
+
+    def _grow(self, context: DraftContext, outputs: Tensor) -> DraftTree:
+        """The tree behind the roots, from the drafter's outputs [batch, 1, hidden] at them."""
         root_ids, positions = context.root_ids.to(self.device), context.root_positions.to(self.device)
         key = self.depth, self.top_k, self.vocab_size
         levels = self.run(_levels, outputs, positions, self.cache.lengths, key=key)
@@ -396,6 +400,44 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         tree = captured_tree(self.calls, self.tree_budget, self.depth, build, root_ids, *levels)
         self.path_logprobs = tree.path_logprobs
         context.lap("tree")
+        return tree
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether `draft_text` can draft ahead: not in captured rounds, whose nodes have fixed places."""
+        return self.calls is None
+
+    @in_inference_mode
+    def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
+        """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept.
+
+        The target's states at the further tokens do not exist yet: the drafter reads its own outputs in their place, as
+        below the root of a tree. So the tree is not that of drafting afterwards.
+        """
+        ahead = [length - known for length, known in zip(context.lengths, certain, strict=True)]
+        rows, known = torch.arange(len(ahead)), torch.tensor(certain)
+        sequences = context.sequences.cpu()
+        if self.pending is not None:
+            self.read_pairs(sequences[rows, known - 1])
+        cache, (last,) = self.cache, self.last
+        committed, steps = cache.row_lengths, max(ahead)
+        cache.reserve(steps + self.room)
+        positions = context.root_positions.to(self.device) - torch.tensor(ahead, device=self.device)
+        for step in range(steps):
+            tokens = sequences[rows, (known + step).clamp(max=sequences.shape[1] - 1)].to(self.device)
+            own = torch.ones(len(ahead), 1, 1, dtype=torch.bool, device=self.device)
+            outputs = self.drafter(
+                self.embed(tokens.unsqueeze(1)),
+                self.drafter.recurrent(last),
+                (positions + step).unsqueeze(1),
+                mask=additive(behind_committed(own, cache.longest, cache.lengths), self.dtype),
+                cache=cache,
+            )
+            more = [int(step < count) for count in ahead]
+            cache.commit_first(Counts.of(more, self.device))
+            last = outputs.where(torch.tensor(more, device=self.device).bool()[:, None, None], last)
+        tree = self._grow(context, last)
+        cache.rollback(committed)
         return tree
 
     def logits(self, outputs: Tensor) -> Tensor:

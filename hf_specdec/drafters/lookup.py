@@ -7,12 +7,11 @@ device, once per round. Related: suffix arrays of reversed text; the counted suf
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -93,6 +92,17 @@ class SuffixIndex:
                 latest = self._tokens[-(self.max_tokens * 3 // 4) :]
                 self.clear()
                 self._append(latest)
+
+    def truncate(self, length: int) -> None:
+        """Removes all tokens from a position on; for the last few of a text that has not been separated."""
+        with self._lock:
+            for position in range(max(1, length), len(self._tokens)):
+                rank = bisect_left(self._positions, self._before(position), key=self._before)
+                while self._positions[rank] != position:  # equal ones are in no order
+                    rank += 1
+                del self._positions[rank]
+            self._room += max(0, len(self._tokens) - length)
+            del self._tokens[length:]
 
     def matches(self, context: Sequence[int], most: int, shortest: int = 1) -> list[tuple[int, int]]:
         """Positions after earlier occurrences of a text's last tokens, longest match first, latest first among equals.
@@ -338,14 +348,10 @@ class LookupGenerator(TreeCandidateGenerator):
 
     def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
         """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept."""
-        if list(certain) == context.lengths:
-            return self.draft(context)
-        kept = self.padding, self.texts, self.latest, self.prompts
-        self.texts, self.latest = copy.deepcopy(self.texts), list(self.latest)
-        try:
-            return self.draft(context)
-        finally:
-            self.padding, self.texts, self.latest, self.prompts = kept
+        tree = self.draft(context)
+        for text, known, padding in zip(self.texts, certain, self.padding, strict=True):
+            text.truncate(known - padding)
+        return tree
 
 
 MAX_SUFFIX = 32

@@ -7,14 +7,15 @@ the continuations of the likeliest of these outcomes. If the round ends with one
 and nothing has to be drafted; otherwise the drafter drafts as without this wrapper.
 
 The likelihood of an outcome is the drafter's, times how often rounds of the call have ended at that depth. The drafter
-must draft from the text alone (`draft_text`): look-ups and draft models do. EAGLE-3 and other drafters that read the
-target's states do not, because the states of the round that is running do not exist yet.
+must have `draft_text`. Look-ups and draft models draft from the text alone, and a foreseen tree is that of drafting
+afterwards. EAGLE-3, `eagle` and `mtp` read the target's states, and those of this round do not exist yet: as in
+the paper's code, they read their own outputs in their place, so that foreseen trees may be worse; verify stays exact.
 
 Where drafter and target share cores, the target is slowed down by what is saved afterwards. So the first rounds of a
 call are measured without and with the thread, and it is left alone for the rest of the call where it does not pay.
 
-Source: Speculative Speculative Decoding, March 2026. `specbranch` does the same for the branches of a draft model, from
-its cache and with H-RAD.
+Source: Speculative Speculative Decoding, arXiv 2603.03251; for EAGLE-3 its authors' code. `specbranch` does the same
+for the branches of a draft model, from its cache and with H-RAD.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class DraftsFromText(Protocol):
     def rewinds(self) -> bool: ...
 
     def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
-        """The tree that `draft` would give if the text of the context were committed.
+        """The tree for the text of the context, as if it were committed.
 
         Args:
             context: with `sequences` and `lengths` of that text.
@@ -102,7 +103,7 @@ class SSDDrafter(Drafter):
     `stats.num_foreseen` of `stats.num_prepared` rounds began with a prepared draft.
 
     Args:
-        drafter: a look-up or a draft model.
+        drafter: a look-up, a draft model, or one of EAGLE's kind.
         drafting_options: of `SSDOptions`.
 
     Raises:
@@ -122,9 +123,7 @@ class SSDDrafter(Drafter):
 
     def __init__(self, drafter: Drafter | None = None, **drafting_options: Any) -> None:
         if drafter is None:
-            raise ValueError(
-                'load_drafter("ssd") needs drafter=..., a look-up or a draft model, as load_drafter gives.'
-            )
+            raise ValueError('load_drafter("ssd") needs drafter=..., a look-up, a draft model or an EAGLE drafter.')
         check_is_drafter(drafter)
         self.drafter = drafter
         own = getattr(drafter.options, "tree_budget", 16)
@@ -153,8 +152,9 @@ class SSDDrafter(Drafter):
             inner.close()
             raise ValueError(
                 f"A drafter of method {self.drafter.method!r} cannot draft while the target verifies: it needs what "
-                "the target computes in that round, or has states that cannot be rewound. Look-ups and draft models "
-                "with attention can; pass this drafter to generate alone."
+                "the target computes in that round, or what it keeps cannot be rewound, such as recurrent states and "
+                "captured rounds. Look-ups, draft models with attention and EAGLE drafters can; pass this drafter to "
+                "generate alone."
             )
         return SSDGenerator(inner, self.options)
 

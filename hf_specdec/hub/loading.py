@@ -154,6 +154,11 @@ def load_drafter(
                 f"revision={revision!r} was given for {name!r}, which has no checkpoint: leave it out, or name a "
                 "drafter with a checkpoint."
             )
+        if isinstance(drafting_options.get("drafter"), (str, os.PathLike)):
+            drafting_options["drafter"] = load_drafter(
+                drafting_options["drafter"], target, token=token, local_files_only=local_files_only, dtype=dtype,
+                device=device, cache_dir=cache_dir,
+            )  # fmt: skip
         return WEIGHTLESS[name](**drafting_options)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)

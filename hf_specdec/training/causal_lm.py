@@ -23,6 +23,7 @@ from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.draft_model import DraftVocabulary, target_ids_of
 from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.rows import Rows
@@ -34,16 +35,18 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class DistillationStep(TrainingStep):
-    """Loss of one batch of rows for a draft model: cross entropy with the target's probs at every written token.
+    """Loss of one batch of rows for a draft model: the mean over the written tokens.
 
     Args:
         draft_model: the language model to train, see `new_draft_model`.
         target: the frozen target it drafts for.
+        loss: see `position_losses`.
     """
 
-    def __init__(self, draft_model: PreTrainedModel, target: PreTrainedModel) -> None:
+    def __init__(self, draft_model: PreTrainedModel, target: PreTrainedModel, *, loss: LossName = "kl") -> None:
+        check_loss(loss)
         self.reader = TargetReader(target, [], last_hidden=True)
-        self.draft_model = draft_model
+        self.draft_model, self.loss = draft_model, loss
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         last_hidden = self.reader.of_batch(batch).last_hidden
@@ -55,10 +58,10 @@ class DistillationStep(TrainingStep):
         target_ids = target_ids_of(self.draft_model)
         vocabulary = DraftVocabulary(target_ids, self.draft_model.get_input_embeddings().num_embeddings)
         with torch.no_grad():
-            probs, best_ids = self.reader.draft_probs(last_hidden[learned], target_ids, whole=not training)
+            target_logits, best_ids = self.reader.draft_labels(last_hidden[learned], target_ids, whole=not training)
         output = model(input_ids=vocabulary.rows(input_ids), use_cache=False)
         logits = output.logits[learned].float()
-        loss = -(probs * logits.log_softmax(-1)).sum(-1).sum() / learned.sum().clamp(min=1)
+        loss = position_losses(self.loss, logits, target_logits).sum() / learned.sum().clamp(min=1)
         correct = torch.zeros_like(learned).masked_scatter_(learned, logits.detach().argmax(-1) == best_ids)
         return StepOutput(loss, correct.unsqueeze(-1), learned.unsqueeze(-1))
 
@@ -139,7 +142,7 @@ def _prepare(
 ) -> tuple[PreTrainedModel, DistillationStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target)
     model = new_draft_model(target, options.layers, draft_vocab_size=size)
-    return model, DistillationStep(model, target)
+    return model, DistillationStep(model, target, loss=options.loss)
 
 
 def _read_rows(options: DraftModelOptions, model: PreTrainedModel, target: PreTrainedModel, rows: Rows) -> None:

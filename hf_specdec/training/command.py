@@ -62,7 +62,7 @@ from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
 from hf_specdec.training.validation import ValidationRounds, validation_prompts
 
-SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+SHARED_SETTINGS = ("batch_size", "loss", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
 INPUTS_FILE = "inputs.json"
 
 

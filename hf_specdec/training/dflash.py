@@ -24,7 +24,7 @@ from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
+from hf_specdec.training.losses import LK_ETA, SOFT_LOSSES, LossName, check_loss, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.rows import Rows
@@ -71,8 +71,7 @@ class DFlashStep(TrainingStep):
                 "layout. Train it with the code that it was made with, or train a new drafter, see "
                 "hf_specdec.training.dflash.new_drafter."
             )
-        if loss not in LOSS_NAMES:
-            raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
+        check_loss(loss)
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors} must be at least 1.")
         self.config: DFlashConfig = drafter.config
@@ -105,9 +104,13 @@ class DFlashStep(TrainingStep):
         # A target may write the mask token, or a token outside the draft vocabulary. Such a position counts as a miss
         # and has weight 0 in the loss.
         draftable = token_ids != self.config.mask_token_id
+        refused = batch["refused"][rows, positions] if "refused" in batch else None
         if self.config.maps_vocabulary:
             assert self.config.vocab_size is not None, "a config with a draft vocabulary has it"
-            token_ids = draft_ids_of(self.drafter.d2t, self.config.vocab_size)[token_ids]
+            draft_ids = draft_ids_of(self.drafter.d2t, self.config.vocab_size)
+            token_ids = draft_ids[token_ids]
+            if refused is not None:
+                refused = draft_ids[refused.clamp(min=0)].where(refused >= 0, -1)
             draftable &= token_ids >= 0
             token_ids = token_ids.clamp(min=0)
         losses, hits, agreement = draft_losses(
@@ -118,6 +121,7 @@ class DFlashStep(TrainingStep):
             target_hidden=target_hidden,
             target_head=self._target_head,
             eta=self.eta,
+            refused=refused,
             agreement=self.wants_agreement,
         )
         weights = self.weights.to(device).expand(labelled.shape)[labelled] * draftable
@@ -421,4 +425,13 @@ def read_rows(options: DFlashOptions, drafter: DFlashDrafter, target: PreTrained
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
 
 
-register_recipe(Recipe("dflash", DFlashOptions, prepare, read_rows=read_rows, eval_batch_size=32))
+register_recipe(
+    Recipe(
+        "dflash",
+        DFlashOptions,
+        prepare,
+        read_rows=read_rows,
+        eval_batch_size=32,
+        further=lambda drafter, target: DFlashStep(drafter, target, loss="kl"),
+    )
+)

@@ -118,4 +118,13 @@ def _prepare(
     )
 
 
-register_recipe(Recipe("dspark", DSparkOptions, _prepare, read_rows=dflash.read_rows, eval_batch_size=32))
+register_recipe(
+    Recipe(
+        "dspark",
+        DSparkOptions,
+        _prepare,
+        read_rows=dflash.read_rows,
+        eval_batch_size=32,
+        further=lambda drafter, target: DSparkStep(drafter, target, loss="kl"),
+    )
+)

@@ -3,7 +3,8 @@
 A pair is a token and the state before it. In the first pass over a row the states are the target's. In each further
 pass the token is the next one of the row and the state is the drafter's output of the previous pass, so that pass j
 learns what is drafted at depth j. A later pass sees what drafting sees: the pairs of the first pass up to its own
-position, and its own chain after that. The labels are the target's probs over the draft vocabulary.
+position, and its own chain after that. The labels are the target's probs over the draft vocabulary; the loss "kl" has
+the gradient of the paper's cross entropy with them.
 Source: EAGLE-3, arXiv 2503.01840, Section 3.2 (training-time test); for the weights of the passes SafeAILab/EAGLE. The
 drafter is in `hf_specdec/drafters/eagle3/`, the target's states in `features.py`.
 """
@@ -22,6 +23,7 @@ from hf_specdec.drafters.config import default_target_layer_ids
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
@@ -39,19 +41,28 @@ from hf_specdec.training.vocabulary import (
 
 
 class Eagle3Step(TrainingStep):
-    """Loss of one batch of rows for an `Eagle3Drafter`: cross entropy with the target's probs, summed over the passes.
+    """Loss of one batch of rows for an `Eagle3Drafter`: summed over the passes.
 
     Args:
         drafter: the drafter to train.
         target: the frozen target it drafts for.
         passes: depths to train.
         decay: weight of each pass relative to the previous one; 0.8 in the published code.
+        loss: see `position_losses`.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, target: PreTrainedModel, *, passes: int = 7, decay: float = 0.8) -> None:
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        target: PreTrainedModel,
+        *,
+        passes: int = 7,
+        decay: float = 0.8,
+        loss: LossName = "kl",
+    ) -> None:
         drafter.check_target(target)
         check_same_size(drafter, target, "training")
         if drafter.config.own_embeddings:
@@ -63,7 +74,8 @@ class Eagle3Step(TrainingStep):
             raise ValueError(f"passes={passes} must be at least 1.")
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
-        self.drafter, self.passes, self.decay = drafter, passes, decay
+        check_loss(loss)
+        self.drafter, self.passes, self.decay, self.loss = drafter, passes, decay, loss
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
         self.table = target.get_input_embeddings().weight  # unscaled, also for targets that scale it
 
@@ -76,13 +88,14 @@ class Eagle3Step(TrainingStep):
         ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size, device=drafter.device))
         with torch.no_grad():
             target_ids = ids if drafter.config.maps_vocabulary else None
-            target_probs, labels = self.reader.draft_probs(states.last_hidden, target_ids, whole=not training)
+            target_logits, labels = self.reader.draft_labels(states.last_hidden, target_ids, whole=not training)
         # The token after each position; drafting starts there if the target wrote it and another token follows.
         starts = torch.arange(1, width + 1, device=input_ids.device)
         counted = starts >= batch["first_anchor"].unsqueeze(1)
         positions = torch.arange(width, device=input_ids.device)
         stored = growing_cache(drafter.config.num_hidden_layers)
         masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
+        refused = None if "refused" not in batch else self._draft_ids(batch["refused"], ids)
         recurrent, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
         for depth, mask in enumerate(masks):
             following = (starts + depth).clamp(max=width - 1)
@@ -96,15 +109,22 @@ class Eagle3Step(TrainingStep):
             )
             recurrent = drafter.recurrent(outputs)
             # Of the token after the one that this pass has read.
-            probs, label = target_probs[:, following], labels[:, following]
+            label = labels[:, following]
             seen = counted & (starts + depth + 1 < batch["length"].unsqueeze(1))
             logits = drafter.logits(outputs[seen])
-            values = -(probs[seen] * logits.log_softmax(-1)).sum(-1)
+            negatives = None if refused is None else refused[:, (starts + depth + 1).clamp(max=width - 1)][seen]
+            values = position_losses(self.loss, logits, target_logits[:, following][seen], refused=negatives)
             losses.append(self.decay**depth * values.sum() / seen.sum().clamp(min=1))
             hits = torch.zeros_like(seen).masked_scatter_(seen, logits.detach().argmax(-1) == label[seen])
             correct.append(hits)
             labelled.append(seen)
         return StepOutput(torch.stack(losses).sum(), torch.stack(correct, -1), torch.stack(labelled, -1))
+
+    @staticmethod
+    def _draft_ids(token_ids: Tensor, ids: Tensor) -> Tensor:
+        """The target's tokens as draft ids, -1 for those outside `ids` [draft_vocab], and for -1."""
+        found = torch.searchsorted(ids, token_ids.contiguous()).clamp(max=len(ids) - 1)
+        return found.where(ids[found] == token_ids, -1)
 
 
 def new_drafter(
@@ -161,7 +181,7 @@ def _prepare(options: Eagle3Options, target: PreTrainedModel, source: Source) ->
         target_layer_ids=options.taps,
         intermediate_size=options.intermediate_size,
     )
-    return drafter, Eagle3Step(drafter, target, passes=options.passes, decay=options.decay)
+    return drafter, Eagle3Step(drafter, target, passes=options.passes, decay=options.decay, loss=options.loss)
 
 
 def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTrainedModel, rows: Rows) -> None:
@@ -170,4 +190,13 @@ def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTraine
         _copy_head(drafter, target)
 
 
-register_recipe(Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows))
+register_recipe(
+    Recipe(
+        "eagle3",
+        Eagle3Options,
+        _prepare,
+        read_rows=_read_rows,
+        # As many passes as tokens of a drafted path.
+        further=lambda drafter, target: Eagle3Step(drafter, target, passes=drafter.options.depth),
+    )
+)

@@ -112,8 +112,8 @@ class TargetReader:
         """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
         return self._logits(self.lm_head, hidden)
 
-    def draft_probs(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """The target's probs over a draft vocabulary, and its most probable token.
+    def draft_labels(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """The target's logits over a draft vocabulary, and its most probable token.
 
         Args:
             hidden: [..., hidden], input of the target's head.
@@ -121,20 +121,20 @@ class TargetReader:
             whole: take the most probable of all tokens, which computes the whole head; False: of `target_ids` only.
 
         Returns:
-            probs [..., draft_vocab] float32, and the most probable token [...] int64 as a draft id, -1 if it is not in
+            logits [..., draft_vocab] float32, and the most probable token [...] int64 as a draft id, -1 if it is not in
             the draft vocabulary.
         """
         if target_ids is None:
             logits = self.head(hidden)
-            return logits.softmax(-1), logits.argmax(-1)
+            return logits, logits.argmax(-1)
         target_ids = target_ids.to(hidden.device)
         if not whole:
             logits = self._logits(HeadRows(self.lm_head, target_ids), hidden)
-            return logits.softmax(-1), logits.argmax(-1)
+            return logits, logits.argmax(-1)
         logits = self.head(hidden)
         best_ids, logits = logits.argmax(-1), logits[..., target_ids]
         draft_ids = torch.searchsorted(target_ids, best_ids).clamp(max=len(target_ids) - 1)
-        return logits.softmax(-1), draft_ids.where(target_ids[draft_ids] == best_ids, -1)
+        return logits, draft_ids.where(target_ids[draft_ids] == best_ids, -1)
 
     def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
         return self._soft_cap(None, apply_head(head, hidden))

@@ -1,8 +1,9 @@
 """Losses of draft positions, and their computation from draft hidden states in chunks.
 
-The four losses are functions of logits with one value per position. `draft_losses` applies a head and one of them
-without holding the logits of all positions: memory has a fixed bound for any number of positions and any vocabulary.
-The step of a method decides which positions count, and for which token.
+The four losses are functions of logits with one value per position; `position_losses` is the one of a name, and every
+step uses it. `draft_losses` applies a head and one of them without holding the logits of all positions: memory has a
+fixed bound for any number of positions and any vocabulary. The step of a method decides which positions count, and for
+which token.
 Sources: the survey among our papers (003), section "LK Losses - Train for Acceptance and Not KL", for `tv` and `lk`;
 Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.06036, Eq. 4, for the position weights.
 """
@@ -51,19 +52,19 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
 
 
 def ce_loss(draft_logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Cross-entropy with the target's token: [positions, vocab], [positions] int64 -> [positions], nats."""
-    return torch.nn.functional.cross_entropy(draft_logits.float(), token_ids, reduction="none")
+    """Cross-entropy with the target's token: [..., vocab], [...] int64 -> [...], nats."""
+    return -draft_logits.float().log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
 def kl_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(target || draft) at temperature 1: twice [positions, vocab] -> [positions], nats."""
+    """KL(target || draft) at temperature 1: twice [..., vocab] -> [...], nats."""
     draft_logprobs = draft_logits.float().log_softmax(-1)
     target_logprobs = target_logits.float().log_softmax(-1)
     return (target_logprobs.exp() * (target_logprobs - draft_logprobs)).sum(-1)
 
 
 def tv_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Total variation distance: twice [positions, vocab] -> [positions], from 0 to 1.
+    """Total variation distance: twice [..., vocab] -> [...], from 0 to 1.
 
     It is 1 - alpha, where alpha = sum over tokens of min(target_probs, draft_probs) is the probability that
     speculative sampling accepts a token drawn from the drafter.
@@ -84,6 +85,77 @@ def lk_loss(draft_logits: Tensor, target_logits: Tensor, eta: float = LK_ETA) ->
     return share * kl_loss(draft_logits, target_logits) + (1 - share) * tv
 
 
+def refusal_loss(draft_logits: Tensor, target_logits: Tensor | None, refused: Tensor) -> Tensor:
+    """Refused drafts as negatives: the sum over them of -(1 - p(x)) log(1 - q(x)).
+
+    p is the target's probability and q the drafter's: a token that the target would have chosen as often as not is
+    hardly a mistake, though it was refused once. That refused drafts are negatives is Aurora's (arXiv 2602.06932); this
+    form of the loss is ours.
+
+    Args:
+        draft_logits: [..., vocab].
+        target_logits: [..., vocab]; None for p = 0.
+        refused: [..., most] int64 tokens, -1 for none.
+
+    Returns:
+        [...] float32.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 0.0]])  # q = 1/2
+        >>> refusal_loss(logits, None, torch.tensor([[1, -1]]))
+        tensor([0.6931])
+    """
+    chosen = refused.clamp(min=0)
+    logprobs = draft_logits.float().log_softmax(-1).gather(-1, chosen)
+    values = -torch.log1p(-logprobs.exp().clamp(max=1 - 1e-6))
+    if target_logits is not None:
+        values = values * (1 - target_logits.float().softmax(-1).gather(-1, chosen))
+    return values.where(refused >= 0, 0.0).sum(-1)
+
+
+def position_losses(
+    loss: LossName,
+    draft_logits: Tensor,
+    target_logits: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    *,
+    eta: float = LK_ETA,
+    refused: Tensor | None = None,
+) -> Tensor:
+    """The loss of this name at every position.
+
+    Args:
+        loss: one of "ce", "kl", "tv", "lk".
+        draft_logits: [..., vocab].
+        target_logits: [..., vocab]; for "kl", "tv" and "lk".
+        token_ids: [...] int64, the labels of "ce"; None for the target's most probable tokens.
+        eta: of "lk".
+        refused: [..., most] int64, drafts that were refused at these positions, -1 for none; see `refusal_loss`, which
+            is added.
+
+    Returns:
+        [...] float32.
+    """
+    if loss == "ce":
+        if token_ids is None:
+            assert target_logits is not None
+            token_ids = target_logits.argmax(-1)
+        values = ce_loss(draft_logits, token_ids)
+    else:
+        assert target_logits is not None
+        if loss == "kl":
+            values = kl_loss(draft_logits, target_logits)
+        else:
+            values = tv_loss(draft_logits, target_logits) if loss == "tv" else lk_loss(draft_logits, target_logits, eta)
+    return values if refused is None else values + refusal_loss(draft_logits, target_logits, refused)
+
+
+def check_loss(loss: str) -> None:
+    """Raises ValueError if there is no loss of this name."""
+    if loss not in LOSS_NAMES:
+        raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
+
+
 def draft_losses(
     loss: LossName,
     draft_hidden: Tensor,
@@ -93,6 +165,7 @@ def draft_losses(
     target_hidden: Tensor | None = None,
     target_head: Callable[[Tensor], Tensor] | None = None,
     eta: float = LK_ETA,
+    refused: Tensor | None = None,
     agreement: bool = False,
     max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -109,6 +182,7 @@ def draft_losses(
         target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
         target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
         eta: of "lk".
+        refused: [positions, most] int64, see `position_losses`.
         agreement: whether to compute the probability that a sampled draft is accepted.
         max_chunk_elements: bound on chunk * vocab; a chunk has at least one position.
 
@@ -120,8 +194,7 @@ def draft_losses(
     Raises:
         ValueError: the loss is unknown, or `target_hidden` or `target_head` is missing.
     """
-    if loss not in LOSS_NAMES:
-        raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
+    check_loss(loss)
     if loss in SOFT_LOSSES and (target_hidden is None or target_head is None):
         raise ValueError(
             f"loss={loss!r} compares distributions, so it needs target_hidden and target_head. "
@@ -131,17 +204,15 @@ def draft_losses(
     def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         logits = draft_head(hidden)
         hits = logits.detach().argmax(-1) == token_ids[chunk]
-        if loss == "ce":
-            return ce_loss(logits, token_ids[chunk]).float(), hits, hits.float() if agreement else None
-        assert target_hidden is not None
-        assert target_head is not None
-        with torch.no_grad():
-            target_logits = target_head(target_hidden[chunk])
-            agreed = 1 - tv_loss(logits, target_logits).float() if agreement else None
-        if loss == "kl":
-            values = kl_loss(logits, target_logits)
-        else:
-            values = tv_loss(logits, target_logits) if loss == "tv" else lk_loss(logits, target_logits, eta)
+        target_logits, agreed = None, hits.float() if agreement else None
+        if loss != "ce":
+            assert target_hidden is not None
+            assert target_head is not None
+            with torch.no_grad():
+                target_logits = target_head(target_hidden[chunk])
+                agreed = 1 - tv_loss(logits, target_logits).float() if agreement else None
+        negatives = None if refused is None else refused[chunk]
+        values = position_losses(loss, logits, target_logits, token_ids[chunk], eta=eta, refused=negatives)
         return values.float(), hits, agreed
 
     positions = draft_hidden.shape[0]

@@ -1,8 +1,8 @@
 """The Medusa-1 training step: heads on the frozen target's last state, each for one of the next tokens.
 
-The loss is the cross entropy with the tokens that the target wrote, of head k, from 1, with weight 0.8^k: later tokens
-are less certain. The blocks start at zero and the heads' matrices as the target's own, so that training begins with the
-target's prediction of the next token.
+The loss is by default the cross entropy with the tokens that the target wrote, of head k, from 1, with weight 0.8^k:
+later tokens are less certain. The blocks start at zero and the heads' matrices as the target's own, so that training
+begins with the target's prediction of the next token.
 Source: Medusa, arXiv 2401.10774, Section 2.2.1 (Medusa-1). Medusa-2, which trains the target too, changes its output
 and is not trained here. The drafter is in `hf_specdec/drafters/medusa.py`.
 """
@@ -21,6 +21,7 @@ from transformers.hf_argparser import HfArg
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
@@ -41,6 +42,13 @@ def following_tokens(batch: Mapping[str, Tensor], heads: int) -> tuple[Tensor, T
     return input_ids[:, following.clamp(max=width - 1)], starts & (following < batch["length"][:, None, None])
 
 
+def states_before(last_hidden: Tensor, heads: int) -> Tensor:
+    """From which the target predicts the tokens of `following_tokens`: [batch, seq, hidden] -> [.., heads, hidden]."""
+    width = last_hidden.shape[1]
+    before = torch.arange(width).unsqueeze(1) + 1 + torch.arange(heads)
+    return last_hidden[:, before.clamp(max=width - 1).to(last_hidden.device)]
+
+
 class MedusaStep(TrainingStep):
     """Loss of one batch of rows for a `MedusaDrafter`.
 
@@ -48,29 +56,35 @@ class MedusaStep(TrainingStep):
         drafter: the drafter to train.
         target: the frozen target it drafts for.
         decay: weight of each head relative to the previous one, and of the first; 0.8 in the paper.
+        loss: "ce" with the tokens that the target wrote, or another one of `position_losses`.
 
     Raises:
         ValueError: the drafter does not fit the target, or `decay` is out of range.
     """
 
-    def __init__(self, drafter: MedusaDrafter, target: PreTrainedModel, *, decay: float = 0.8) -> None:
+    def __init__(
+        self, drafter: MedusaDrafter, target: PreTrainedModel, *, decay: float = 0.8, loss: LossName = "ce"
+    ) -> None:
         drafter.check_target(target)
         if drafter.config.vocab_size is not None:
             check_same_size(drafter, target, "training")
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
-        self.drafter, self.decay = drafter, decay
-        self.reader = TargetReader(target, drafter.feature_layers(target))
+        check_loss(loss)
+        self.drafter, self.decay, self.loss = drafter, decay, loss
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
-        states = self.reader.of_batch(batch).features.to(next(model.parameters()).dtype)
-        heads = self.drafter.config.medusa_num_heads
+        read = self.reader.of_batch(batch)
+        states, heads = read.features.to(next(model.parameters()).dtype), self.drafter.config.medusa_num_heads
         labels, labelled = following_tokens(batch, heads)
         used = labelled.any(-1)
         logits = model(states[used], self.reader.lm_head)  # [positions, heads, vocab]
-        losses = nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[used].flatten(), reduction="none"
-        ).view(-1, heads)  # fmt: skip
+        target_logits = None
+        if read.last_hidden is not None:
+            with torch.no_grad():
+                target_logits = self.reader.head(states_before(read.last_hidden, heads)[used])
+        losses = position_losses(self.loss, logits, target_logits, labels[used])
         seen = labelled[used]
         weights = self.decay ** torch.arange(1, heads + 1, device=losses.device)
         means = (losses * seen).sum(0) / seen.sum(0).clamp(min=1)
@@ -121,13 +135,14 @@ class MedusaOptions(TrainOptions):
     head_layers: Count = HfArg(default=1, help="residual blocks of a head")
     share_head: bool = HfArg(default=False, help="all heads use the target's output matrix, instead of copies of it")
     decay: Positive = HfArg(default=0.8, help="weight of each head relative to the previous one")
+    loss: LossName = HfArg(default="ce", help="ce with the tokens of the rows; the others with the target's probs")
 
 
 def _prepare(options: MedusaOptions, target: PreTrainedModel, source: Source) -> tuple[MedusaDrafter, MedusaStep]:
     drafter = new_drafter(
         target, num_heads=options.heads, num_layers=options.head_layers, own_head=not options.share_head
     )
-    return drafter, MedusaStep(drafter, target, decay=options.decay)
+    return drafter, MedusaStep(drafter, target, decay=options.decay, loss=options.loss)
 
 
 register_recipe(Recipe("medusa", MedusaOptions, _prepare))

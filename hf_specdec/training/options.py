@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.training.losses import LossName
 from hf_specdec.training.schedule import ScheduleName
 
 
@@ -134,6 +135,11 @@ class TrainOptions(AnswerOptions):
     steps: Count | None = HfArg(default=None, help="number of steps, instead of --minutes")
     start_from: Path | None = HfArg(default=None, help="folder of a drafter of the same shape to train further")
     batch_size: Count = HfArg(default=8, help="rows per step and process")
+    loss: LossName = HfArg(
+        default="kl",
+        help="of each drafted position, with the target's probabilities; ce: with its most probable token; tv, and lk "
+        "between kl and tv: the probability that a draft is accepted",
+    )
     optimizer: Literal["muon", "adamw"] = HfArg(default="muon", help="of the drafter's weights")
     learning_rate: Positive = HfArg(default=3e-3, help="the highest of the schedule")
     schedule: ScheduleName = HfArg(default="linear", help="how the learning rate falls to 0")

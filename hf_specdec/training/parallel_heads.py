@@ -1,7 +1,8 @@
 """The training step of parallel heads: the frozen target's trunk, and a head for each token after the next.
 
-The loss is the sum of the heads' cross entropies with the tokens that the target wrote. A head begins as a copy of the
-target's last layer, which is the paper's head for the next token, where the two have the same tensors.
+The loss is summed over the heads; by default it is the cross entropy with the tokens that the target wrote. A head
+begins as a copy of the target's last layer, which is the paper's head for the next token, where the two have the same
+tensors.
 Source: Gloeckle et al., arXiv 2404.19737, Section 2, which trains the trunk with the heads; here it stays the target's.
 The drafter is in `hf_specdec/drafters/parallel_heads.py`.
 """
@@ -20,7 +21,8 @@ from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.medusa import following_tokens
+from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss, position_losses
+from hf_specdec.training.medusa import following_tokens, states_before
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
@@ -34,19 +36,22 @@ class ParallelHeadsStep(TrainingStep):
     Args:
         drafter: the drafter to train.
         target: the frozen target it drafts for.
+        loss: "ce" with the tokens that the target wrote, or another one of `position_losses`.
 
     Raises:
         ValueError: the drafter does not fit the target.
     """
 
-    def __init__(self, drafter: ParallelHeadsDrafter, target: PreTrainedModel) -> None:
+    def __init__(self, drafter: ParallelHeadsDrafter, target: PreTrainedModel, *, loss: LossName = "ce") -> None:
         drafter.check_target(target)
         check_same_size(drafter, target, "training")
-        self.drafter = drafter
-        self.reader = TargetReader(target, drafter.feature_layers(target))
+        check_loss(loss)
+        self.drafter, self.loss = drafter, loss
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
-        states = self.reader.of_batch(batch).features.to(next(model.parameters()).dtype)
+        read = self.reader.of_batch(batch)
+        states = read.features.to(next(model.parameters()).dtype)
         heads, (rows, width) = self.drafter.config.num_parallel_heads, batch["input_ids"].shape
         positions = torch.arange(width, device=states.device).expand(rows, -1)
         outputs = model(None, states, positions, is_causal=True).unflatten(-1, (heads, -1))
@@ -55,8 +60,12 @@ class ParallelHeadsStep(TrainingStep):
         for head in range(heads):
             seen = labelled[..., head]
             logits = self.reader.head(outputs[:, :, head][seen])
-            chosen = labels[..., head][seen]
-            losses.append(nn.functional.cross_entropy(logits, chosen, reduction="sum") / seen.sum().clamp(min=1))
+            chosen, target_logits = labels[..., head][seen], None
+            if read.last_hidden is not None:
+                with torch.no_grad():
+                    target_logits = self.reader.head(states_before(read.last_hidden, heads)[:, :, head][seen])
+            values = position_losses(self.loss, logits, target_logits, chosen)
+            losses.append(values.sum() / seen.sum().clamp(min=1))
             correct[..., head][seen] = logits.detach().argmax(-1) == chosen
         return StepOutput(torch.stack(losses).sum(), correct, labelled)
 
@@ -96,6 +105,7 @@ class ParallelHeadsOptions(ShapeOptions):
     """Options of the training command for parallel heads; of `taps` the first one is read."""
 
     heads: Count = HfArg(default=3, help="heads, one for each of the tokens after the next")
+    loss: LossName = HfArg(default="ce", help="ce with the tokens of the rows; the others with the target's probs")
 
 
 def _prepare(
@@ -109,7 +119,7 @@ def _prepare(
         trunk_layer=None if options.taps is None else options.taps[0],
         intermediate_size=options.intermediate_size,
     )
-    return drafter, ParallelHeadsStep(drafter, target)
+    return drafter, ParallelHeadsStep(drafter, target, loss=options.loss)
 
 
 register_recipe(Recipe("parallel_heads", ParallelHeadsOptions, _prepare))

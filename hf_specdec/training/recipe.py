@@ -35,6 +35,8 @@ class Recipe(Generic[Options]):
         eval_batch_size: rows per evaluation batch; None for the training batch size.
         adapting: makes the step that trains a drafter while it serves, from the drafter and its target; None if the
             method has no such step.
+        further: makes the step that trains an existing drafter on recorded rows, from the drafter and its target; None
+            if the method has no such step. See `hf_specdec/adaptation/aurora.py`.
         read_rows: sets what depends on the training rows, such as the tokens of a draft vocabulary, from the
             options, the drafter, the target and the rows. Not called with --start-from.
         finish: sets what is measured and not trained, from the trained drafter, the target and the held-out rows. It
@@ -47,6 +49,7 @@ class Recipe(Generic[Options]):
     prepare: Callable[[Options, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
+    further: Callable[[Any, PreTrainedModel], TrainingStep] | None = None
     read_rows: Callable[[Options, Any, PreTrainedModel, Rows], None] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
     as_drafter: Callable[[Any], PublishedDrafter] | None = None

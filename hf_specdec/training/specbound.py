@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +25,13 @@ from hf_specdec.drafters.specbound.modeling import (
 )
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import ce_loss, kl_loss
+from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
-
-HeadLoss = Literal["ce", "kl"]
-LOSSES: tuple[HeadLoss, ...] = get_args(HeadLoss)
 
 
 class SpecBoundStep(TrainingStep):
@@ -45,20 +41,19 @@ class SpecBoundStep(TrainingStep):
         drafter: the drafter to train.
         target: the frozen target it drafts for.
         num_positions: positions per row and step, drawn with replacement; evenly spaced in evaluation.
-        loss: "ce" with the target's most probable token, or "kl" from its distribution. With a draft vocabulary, "kl"
-            compares its tokens only, and "ce" skips positions whose label is outside.
+        loss: "ce" with the target's most probable token, or another one of `position_losses` with its distribution.
+            With a draft vocabulary, these compare its tokens only, and "ce" skips positions whose label is outside.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
     """
 
     def __init__(
-        self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: HeadLoss = "ce"
+        self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: LossName = "ce"
     ) -> None:
         drafter.check_target(target)
         check_same_size(drafter, target, "training")
-        if loss not in LOSSES:
-            raise ValueError(f"loss={loss!r} is not known here; choose one of {list(LOSSES)}.")
+        check_loss(loss)
         if num_positions < 1:
             raise ValueError(f"num_positions={num_positions} must be at least 1.")
         self.layers: list[int] = drafter.config.exit_layers
@@ -98,10 +93,7 @@ class SpecBoundStep(TrainingStep):
         losses, hits = [], []
         for index, layer_states in enumerate(features.chunk(len(self.layers), dim=-1)):
             logits = model(self.layers[index], _at(layer_states, places).to(parameter.dtype), self.slices).float()
-            if self.loss == "ce":
-                values = ce_loss(logits.flatten(0, 1), labels.flatten()).view(labels.shape)
-            else:
-                values = kl_loss(logits, target_logits)
+            values = position_losses(self.loss, logits, target_logits, labels)
             losses.append(values[counted].sum() / counted.sum().clamp(min=1))
             hits.append((logits.argmax(-1) == labels) & within)
         correct = torch.stack(hits, dim=-1)
@@ -200,7 +192,9 @@ class SpecBoundOptions(TrainOptions):
     lora_rank: Count = HfArg(default=64, help="of lora heads")
     draft_vocab_size: Count | None = HfArg(default=None, help=VOCABULARY_HELP)
     positions: Count = HfArg(default=64, help="per row and step")
-    loss: HeadLoss = HfArg(default="ce", help="against the target's most probable token, or its distribution")
+    loss: LossName = HfArg(
+        default="ce", help="ce with the target's most probable token; the others with its probabilities"
+    )
 
 
 def _prepare(

@@ -79,7 +79,7 @@ class AdaptiveStep(TrainingStep):
         """The labels of the heads, from the input [positions, target_hidden] of the target's head.
 
         Returns:
-            the target's most probable token [positions] int64, over the whole vocabulary, and its probs
+            the target's most probable token [positions] int64, over the whole vocabulary, and its logits
             [positions, draft_vocab] float32.
         """
 

@@ -21,6 +21,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 # Drafters that state no probabilities of their tokens when they do not sample.
 UNSURE = (
     "ngram", "suffix", "specbound", "specbranch", "rest", "token-recycling", "lookahead", "ssd", "causal_lm_ssd",
+    "eagle3_ssd",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
+from hf_specdec.drafters.ssd import SSDDrafter
 from hf_specdec.drafters.vocabulary import HeadRows
 from tests.laws import assert_follows
 from tests.methods import (
@@ -85,6 +86,7 @@ OTHERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
 KINDS: dict[str, Callable[..., Drafter]] = {**{name: METHODS[name] for name in FREE}, **OTHERS}
 # Their own vocabularies reach beyond the smaller table.
 KINDS["eagle3"] = lambda target: make_eagle3(target, draft_vocab_size=30)
+KINDS["eagle3_ssd"] = lambda target: SSDDrafter(KINDS["eagle3"](target), tree_budget=8, trial=False)
 KINDS["peagle"] = lambda target: make_peagle(target, draft_vocab_size=30)
 KINDS["merged_three"] = lambda target: MergedDrafter(
     make_causal_lm(target), make_dspark(target), KINDS["eagle3"](target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.training.eagle3 import Eagle3Step, new_drafter
 from hf_specdec.training.trainer import DrafterTrainer
 from tests.targets import VOCAB, fresh_target
+from tests.training.test_losses import plain
 
 PASSES = 4
 
@@ -50,12 +52,12 @@ def drafted(drafter: Eagle3Drafter, target: PreTrainedModel, step: Eagle3Step, i
     return logits
 
 
-@pytest.mark.parametrize("root", [3, 6])
+@pytest.mark.parametrize(("root", "loss"), [(3, "kl"), (6, "kl"), (3, "tv"), (3, "lk"), (3, "ce")])
 def test_each_pass_learns_what_is_drafted_at_its_depth(
-    target: PreTrainedModel, drafter: Eagle3Drafter, root: int
+    target: PreTrainedModel, drafter: Eagle3Drafter, root: int, loss: Any
 ) -> None:
     """A row whose written part has room for one start of full depth; loss and hits by hand."""
-    step = Eagle3Step(drafter, target, passes=PASSES, decay=0.5)
+    step = Eagle3Step(drafter, target, passes=PASSES, decay=0.5, loss=loss)
     batch = row(first_anchor=root, length=root + PASSES + 1)
     output = step(drafter, batch, training=False)
     laws = target(batch["input_ids"]).logits[0].double()
@@ -67,8 +69,8 @@ def test_each_pass_learns_what_is_drafted_at_its_depth(
             after = start + depth  # the place whose law is learned
             if after + 1 >= root + PASSES + 1:
                 continue
-            law = laws[after][ids].softmax(-1)
-            of_start[depth].append(-(law * logits.log_softmax(-1)).sum().item())
+            law = laws[after][ids]
+            of_start[depth].append(plain(loss, logits, law, law.argmax()).item())
             hit = bool(ids[logits.argmax()] == laws[after].argmax())
             assert bool(output.correct[0, start - 1, depth]) == hit
             assert bool(output.labelled[0, start - 1, depth])

@@ -15,9 +15,12 @@ from hf_specdec.training.losses import (
     draft_losses,
     kl_loss,
     lk_loss,
+    position_losses,
     position_weights,
+    refusal_loss,
     tv_loss,
 )
+from hf_specdec.training.specblock import block_losses
 
 POSITIONS, HIDDEN, VOCAB = 7, 6, 11
 
@@ -64,6 +67,35 @@ def test_chunked_losses_and_gradients_equal_the_plain_formula(loss, rows_at_once
     assert torch.equal(hits, logits.argmax(-1) == case["token_ids"])
     overlap = torch.minimum(logits.softmax(-1), case["target_head"](case["target_hidden"]).softmax(-1)).sum(-1)
     torch.testing.assert_close(agreement, hits.float() if loss == "ce" else overlap)
+
+
+def test_refused_drafts_cost_their_probability_where_the_target_would_not_have_chosen_them(case):
+    draft, target = case["head"](case["hidden"]), case["target_head"](case["target_hidden"])
+    refused = torch.full((POSITIONS, 2), -1)
+    refused[1, 0], refused[3] = 4, torch.tensor([0, 7])
+    added = position_losses("kl", draft, target, refused=refused) - position_losses("kl", draft, target)
+    q, p = draft.softmax(-1), target.softmax(-1)
+    expected = torch.zeros(POSITIONS)
+    for position, token in ((1, 4), (3, 0), (3, 7)):
+        expected[position] -= (1 - p[position, token]) * (1 - q[position, token]).log()
+    torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-5)
+    # A step against the gradient drafts them less.
+    logits = torch.zeros(1, VOCAB, requires_grad=True)
+    position_losses("ce", logits, token_ids=torch.tensor([2]), refused=torch.tensor([[5, -1]])).sum().backward()
+    assert logits.grad[0, 5] > logits.grad[0, 6] > 0 > logits.grad[0, 2]
+
+
+def test_a_row_of_the_block_losses_is_the_plain_formula():
+    draft, target = torch.randn(1, 1, 1, VOCAB), torch.randn(1, 1, VOCAB)
+    everywhere = torch.ones(1, 1, dtype=torch.bool)
+    refused = torch.tensor([[[3, -1]]])
+    for loss in LOSS_NAMES:
+        found = block_losses(draft, torch.zeros(1, 1, 1, 4), target, everywhere, everywhere, loss=loss).draft
+        torch.testing.assert_close(found, plain(loss, draft[0, 0], target[0], target[0].argmax(-1)))
+        more = block_losses(
+            draft, torch.zeros(1, 1, 1, 4), target, everywhere, everywhere, loss=loss, refused=refused
+        ).draft
+        torch.testing.assert_close(more - found, refusal_loss(draft[0, 0], target[0], refused[0]))
 
 
 def test_draft_losses_hold_no_more_logits_than_allowed_and_train_a_head_that_is_to_learn(case):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from hf_specdec.training.medusa import MedusaStep, new_drafter
 from tests.targets import make_target
 from tests.training.short_run import learns_what_is_then_drafted
+from tests.training.test_losses import plain
 
 WIDTH = 14
 
@@ -19,17 +21,17 @@ def row(first_anchor: int, length: int = WIDTH) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "first_anchor": torch.tensor([first_anchor]), "length": torch.tensor([length])}
 
 
-@pytest.mark.parametrize("own_head", [True, False])
-def test_head_k_learns_the_token_k_after_the_root_with_weight_decay_to_the_k(own_head: bool) -> None:
+@pytest.mark.parametrize(("own_head", "loss"), [(True, "ce"), (False, "ce"), (True, "tv"), (True, "lk")])
+def test_head_k_learns_the_token_k_after_the_root_with_weight_decay_to_the_k(own_head: bool, loss: Any) -> None:
     target = make_target("llama", "sdpa", torch.float32)
     torch.manual_seed(1)
     drafter = new_drafter(target, num_heads=3, own_head=own_head)
     for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     batch = row(first_anchor=5, length=12)
-    output = MedusaStep(drafter, target, decay=0.5)(drafter, batch, training=True)
+    output = MedusaStep(drafter, target, decay=0.5, loss=loss)(drafter, batch, training=True)
     states = target.model(batch["input_ids"]).last_hidden_state[0]
-    ids = batch["input_ids"][0]
+    ids, laws = batch["input_ids"][0], target(batch["input_ids"]).logits[0]
     expected = 0.0
     for head in range(3):
         values = []
@@ -37,7 +39,7 @@ def test_head_k_learns_the_token_k_after_the_root_with_weight_decay_to_the_k(own
             if root + 1 + head < 12:
                 logits = drafter(states[root - 1][None], target.lm_head)[0, head]
                 label = ids[root + 1 + head]
-                values.append(-logits.log_softmax(-1)[label].item())
+                values.append(plain(loss, logits, laws[root + head], label).item())
                 assert bool(output.correct[0, root - 1, head]) == bool(logits.argmax() == label)
                 assert bool(output.labelled[0, root - 1, head])
         assert int(output.labelled[..., head].sum()) == len(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +11,23 @@ import torch
 from hf_specdec.training.parallel_heads import ParallelHeadsStep, new_drafter
 from tests.targets import make_target
 from tests.training.short_run import learns_what_is_then_drafted
+from tests.training.test_losses import plain
 from tests.training.test_medusa import row
 from tests.watched import Watched
 
 
-def test_head_k_learns_the_token_k_after_the_root_from_the_trunk() -> None:
+@pytest.mark.parametrize("loss", ["ce", "lk"])
+def test_head_k_learns_the_token_k_after_the_root_from_the_trunk(loss: Any) -> None:
     target = make_target("llama", "sdpa", torch.float32)
     torch.manual_seed(1)
     drafter = new_drafter(target, num_heads=2)
     for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     batch = row(first_anchor=5, length=12)
-    output = ParallelHeadsStep(drafter, target)(drafter, batch, training=True)
+    output = ParallelHeadsStep(drafter, target, loss=loss)(drafter, batch, training=True)
     ids = batch["input_ids"]
     trunk = target.model(ids, output_hidden_states=True).hidden_states[-2]
-    expected = 0.0
+    laws, expected = target(ids).logits[0], 0.0
     for head in range(2):
         values = []
         for root in range(5, 12):
@@ -33,7 +36,7 @@ def test_head_k_learns_the_token_k_after_the_root_from_the_trunk() -> None:
                 alone = drafter(None, trunk[:, :root], torch.arange(root)[None], is_causal=True)[0, -1]
                 logits = target.lm_head(alone.view(2, -1)[head])
                 label = ids[0, root + 1 + head]
-                values.append(-logits.log_softmax(-1)[label].item())
+                values.append(plain(loss, logits, laws[root + head], label).item())
                 assert bool(output.correct[0, root - 1, head]) == bool(logits.argmax() == label)
         expected += sum(values) / len(values)
     assert output.loss.item() == pytest.approx(expected, rel=1e-4)

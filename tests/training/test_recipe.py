@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from hf_specdec.training import command
 from hf_specdec.training.recipe import RECIPES, Recipe, register_recipe
 from hf_specdec.training.source import trained_mode
 from tests.drafters.test_pairing import TEMPLATE
-from tests.targets import tiny_tokenizer
+from tests.targets import make_target, tiny_tokenizer
 
 
 def test_unknown_method_to_train_suggests_the_nearest():
@@ -29,6 +32,26 @@ def test_help_lists_only_the_options_of_its_method(method, capsys):
     assert "--write-minutes" in shown
     assert ("--gamma" in shown) == (method in ("dflash", "dspark"))
     assert ("--rank-start" in shown) == (method == "specblock")
+
+
+@pytest.mark.parametrize("method", sorted(RECIPES))
+def test_every_method_is_trained_with_the_loss_that_is_asked_for(method):
+    """Two losses give two values on one drafter and one batch, and no loss is named that is not known."""
+    target = make_target("llama", "sdpa", torch.float32)
+    kind = RECIPES[method].options
+    further = {"mask_token_id": 1} if hasattr(kind, "mask_token_id") else {}
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "first_anchor": torch.tensor([4, 5]), "length": torch.tensor([24, 20])}
+    values = {}
+    for loss in ("ce", "kl", "tv", "lk"):
+        options = kind(target="target", output=Path("drafter"), text=Path("text"), loss=loss, **further)
+        torch.manual_seed(0)
+        drafter, step = RECIPES[method].prepare(options, target, None)
+        values[loss] = step(drafter, batch, training=False).loss.item()
+    assert len(set(values.values())) == 4
+    # TV is at most 1 a position; the sums over heads, slots and passes are alike.
+    assert values["tv"] < values["kl"]
+    assert min(values["tv"], values["kl"]) - 1e-6 <= values["lk"] <= max(values["tv"], values["kl"]) + 1e-6
 
 
 def test_text_is_required_where_no_corpus_is_given(capsys):

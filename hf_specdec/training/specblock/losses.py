@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafters.specblock.quality import rank_classes
+from hf_specdec.training.losses import LossName, position_losses
 
 RankLoss = Literal["paper", "published"]
 SlotWeights = Literal["alike", "by_count"]
@@ -36,7 +37,7 @@ class BlockLosses:
     """Losses of one block of slots over all starts.
 
     Attributes:
-        draft: [slots] float32, Eq. 6 of each slot.
+        draft: [slots] float32, Eq. 6 of each slot, without the target's entropy.
         rank: scalar float32.
         correct: [batch, positions, slots] bool, whether a slot's most probable token is the target's most probable one
             in the draft vocabulary; False beyond the end.
@@ -54,15 +55,16 @@ class BlockLosses:
 def block_losses(
     logits: Tensor,
     rank_logits: Tensor,
-    target_probs: Tensor,
+    target_logits: Tensor,
     position_mask: Tensor,
     start_mask: Tensor,
     *,
     offset: int = 0,
     text_ids: Tensor | None = None,
+    refused: Tensor | None = None,
+    loss: LossName = "kl",
     valid_prefix: bool = True,
     slot_weights: SlotWeights = "alike",
-    top_k: int | None = None,
     rank_loss: RankLoss = "paper",
     rank_budget: int | None = None,
     length: int | None = None,
@@ -72,19 +74,21 @@ def block_losses(
     Args:
         logits: [batch, positions, slots, draft_vocab] float32.
         rank_logits: [batch, positions, slots, classes] float32.
-        target_probs: [batch, rows, draft_vocab] float32, the target's over the draft vocabulary. Slot k of position i
+        target_logits: [batch, rows, draft_vocab] float32, the target's over the draft vocabulary. Slot k of position i
             belongs to row i + offset + k; rows beyond the end may be missing.
         position_mask: [batch, rows] bool, rows that are trained: text whose best token is in the draft vocabulary.
         start_mask: [batch, positions] bool, positions that count as starts.
         offset: tokens that earlier blocks of the chain have drafted.
         text_ids: [batch, rows] int64, the row's own tokens as draft ids, -1 outside the draft vocabulary: a prefix is
-            valid if it predicts them, because `target_probs` are conditioned on them. Rows written at a temperature,
+            valid if it predicts them, because `target_logits` are conditioned on them. Rows written at a temperature,
             and text by others, differ from the target's most probable tokens. None for those, as published.
+        refused: [batch, rows, most] int64, drafts refused at these rows as draft ids, -1 for none; see `refusal_loss`.
+        loss: of the draft, see `position_losses`. "kl" has the gradient of Eq. 6, the cross entropy with the target's
+            probabilities.
         valid_prefix: apply the mask of Eq. 5; False: every slot counts (Table 2).
         slot_weights: "alike" sums the means of the slots, Eq. 6. "by_count" divides the sums of all slots by the
             number of positions of the first: in a small batch a late slot has few valid positions, and their mean is
             noise with the same weight as the first slot's.
-        top_k: the draft loss uses the target's most probable tokens only, with unchanged probabilities.
         rank_loss: "paper" is cross-entropy on the positions of the draft loss. "published" has smoothed labels and
             the weight 1 + distance, plus the distance again if the true bucket is worse than the predicted one; its
             mask ends a path where the rank head is wrong.
@@ -92,16 +96,18 @@ def block_losses(
         length: of the text that starts with these `positions` positions; None for `positions`.
     """
     _, positions, slots, _ = logits.shape
-    missing = positions + offset + slots - target_probs.shape[1]
+    missing = positions + offset + slots - target_logits.shape[1]
     if missing > 0:
-        target_probs = torch.nn.functional.pad(target_probs, (0, 0, 0, missing))
+        target_logits = torch.nn.functional.pad(target_logits, (0, 0, 0, missing))
         position_mask = torch.nn.functional.pad(position_mask, (0, missing))
         if text_ids is not None:
             text_ids = torch.nn.functional.pad(text_ids, (0, missing), value=-1)
+        if refused is not None:
+            refused = torch.nn.functional.pad(refused, (0, 0, 0, missing), value=-1)
     labels = smoothed_classes(rank_logits.shape[-1]).to(logits.device)
     if rank_loss == "paper":
         labels = torch.eye(len(labels), device=logits.device)
-    best_ids = target_probs.argmax(-1)
+    best_ids = target_logits.argmax(-1)
     path = start_mask & position_mask[:, :positions]
     rank_path = path
     valid, draft, correct, classes = [path], [], [], []
@@ -112,17 +118,13 @@ def block_losses(
         # The last positions have no tokens for later slots.
         inside = torch.arange(positions, device=logits.device) < (length or positions) - slot
         counted = position_mask[:, rows] & inside
-        probs = target_probs[:, rows]
-        logprobs = slot_logits.log_softmax(-1)
-        if top_k is None:
-            entropy = -(probs * logprobs).sum(-1)
-        else:
-            top = probs.topk(top_k, dim=-1)
-            entropy = -(top.values * logprobs.gather(-1, top.indices)).sum(-1)
+        values = position_losses(
+            loss, slot_logits, target_logits[:, rows], refused=None if refused is None else refused[:, rows]
+        )
         mask = counted & path
         if slot == 0 or slot_weights == "alike":
             normaliser = mask.sum().clamp(min=1)
-        draft.append((entropy * mask).sum() / normaliser)
+        draft.append((values * mask).sum() / normaliser)
         token_ids = best_ids[:, rows]
         right = slot_logits.argmax(-1) == token_ids
         correct.append(right & inside)

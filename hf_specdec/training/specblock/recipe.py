@@ -152,6 +152,7 @@ def _prepare(
         rank_start=options.rank_start,
         rank_start_step=options.rank_start_step,
         valid_prefix=options.valid_prefix,
+        loss=options.loss,
         slot_weights=options.slot_weights,
         rank_loss=options.rank_loss,
         rank_budget=options.rank_budget,
@@ -167,22 +168,23 @@ def _read_rows(options: SpecBlockOptions, drafter: SpecBlockDrafter, target: Pre
         _copy_head(drafter, target)
 
 
-register_recipe(
-    Recipe(
-        "specblock",
-        SpecBlockOptions,
-        _prepare,
-        read_rows=_read_rows,
-        # Only the blocks that are drafted are trained. Most of an update's few positions are in the best bucket:
-        # without equal weights the rank head would learn to predict only that one, and the tree would lose branches.
-        adapting=lambda drafter, target: SpecBlockStep(
-            drafter,
-            target,
-            num_blocks=min(2, drafter.options.num_blocks),
-            rank_start=0,
-            slot_weights="by_count",
-            rank_budget=1,
-            sparse=True,
-        ),
+def _adapting(drafter: SpecBlockDrafter, target: PreTrainedModel) -> SpecBlockStep:
+    """Only the blocks that are drafted are trained.
+
+    Most of an update's few positions are in the best bucket: without equal weights the rank head would learn to predict
+    only that one, and the tree would lose branches.
+    """
+    return SpecBlockStep(
+        drafter,
+        target,
+        num_blocks=min(2, drafter.options.num_blocks),
+        rank_start=0,
+        slot_weights="by_count",
+        rank_budget=1,
+        sparse=True,
     )
+
+
+register_recipe(
+    Recipe("specblock", SpecBlockOptions, _prepare, read_rows=_read_rows, adapting=_adapting, further=_adapting)
 )

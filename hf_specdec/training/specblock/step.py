@@ -21,6 +21,7 @@ from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
 from hf_specdec.drafters.specblock.quality import RANK_BOUNDS
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader, TargetStates
+from hf_specdec.training.losses import LossName, check_loss
 from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.specblock.losses import BlockLosses, RankLoss, SlotWeights, block_losses
 from hf_specdec.training.step import AdaptiveStep, StepOutput
@@ -37,7 +38,7 @@ class SpecBlockStep(AdaptiveStep):
         rank_start_step: number of steps before it, instead of `rank_start`; None for that share.
         valid_prefix: the mask of Eq. 5; False is an ablation of Table 2.
         slot_weights: see `block_losses`.
-        top_k: see `block_losses`.
+        loss: of the draft, see `block_losses`.
         rank_loss: see `block_losses`.
         rank_budget: see `block_losses`.
         cross_position: slots of a later block also see that block's slots at earlier positions, as in the published
@@ -64,7 +65,7 @@ class SpecBlockStep(AdaptiveStep):
         rank_start_step: int | None = None,
         valid_prefix: bool = True,
         slot_weights: SlotWeights = "alike",
-        top_k: int | None = None,
+        loss: LossName = "kl",
         rank_loss: RankLoss = "paper",
         rank_budget: int | None = None,
         cross_position: bool = False,
@@ -80,6 +81,7 @@ class SpecBlockStep(AdaptiveStep):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
+        check_loss(loss)
         if not 0 <= rank_start < 1:
             raise ValueError(f"rank_start={rank_start} must be a share of the steps, at least 0 and less than 1.")
         for name, choice, known in (("rank_loss", rank_loss, RankLoss), ("slot_weights", slot_weights, SlotWeights)):
@@ -98,7 +100,7 @@ class SpecBlockStep(AdaptiveStep):
         self.cross_position = cross_position
         self.window, self.sparse = window, sparse
         self.options: dict[str, Any] = {
-            "valid_prefix": valid_prefix, "slot_weights": slot_weights, "top_k": top_k, "rank_loss": rank_loss,
+            "valid_prefix": valid_prefix, "slot_weights": slot_weights, "loss": loss, "rank_loss": rank_loss,
             "rank_budget": rank_budget,
         }  # fmt: skip
 
@@ -108,7 +110,7 @@ class SpecBlockStep(AdaptiveStep):
             batch, states = self._windowed(batch, states, training)
         assert states.last_hidden is not None
         input_ids = batch["input_ids"]
-        best_ids, target_probs = self.target_labels(states.last_hidden)
+        best_ids, target_logits = self.target_labels(states.last_hidden)
         length = input_ids.shape[1]
         # A start is a token that drafting may start from; a token must follow it.
         starts = torch.arange(1, length + 1, device=input_ids.device)
@@ -119,8 +121,8 @@ class SpecBlockStep(AdaptiveStep):
         # Row i is for the token after the start of position i.
         text_ids = nn.functional.pad(self.draft_ids(input_ids[:, 2:]), (0, 2), value=-1)
         losses = self.chain(
-            model, states.features, input_ids, target_probs, start_mask, position_mask, training,
-            text_ids=text_ids, all_logits=logits,
+            model, states.features, input_ids, target_logits, start_mask, position_mask, training,
+            text_ids=text_ids, refused=self._refused(batch), all_logits=logits,
         )  # fmt: skip
 
         first = int(self.rank_start * self.num_steps) if self.rank_start_step is None else self.rank_start_step
@@ -144,11 +146,11 @@ class SpecBlockStep(AdaptiveStep):
 
     def head_loss(self, model: nn.Module, states: Tensor, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, rank_logits = model.heads(states)  # type: ignore[operator]
-        best_ids, target_probs = labels
+        best_ids, target_logits = labels
         # Each position is a row with one start and one slot.
         alone = torch.ones_like(best_ids, dtype=torch.bool).unsqueeze(1)
         losses = block_losses(
-            logits[:, None, None], rank_logits[:, None, None], target_probs.unsqueeze(1),
+            logits[:, None, None], rank_logits[:, None, None], target_logits.unsqueeze(1),
             (self.draft_ids(best_ids) >= 0).unsqueeze(1), alone, **self.options,
         )  # fmt: skip
         return losses.draft.sum() + losses.rank, logits
@@ -172,7 +174,16 @@ class SpecBlockStep(AdaptiveStep):
             "first_anchor": batch["first_anchor"] - start,
             "length": (batch["length"] - start).clamp(max=self.window),
         }
+        if "refused" in batch:
+            columns["refused"] = batch["refused"][:, part]
         return columns, TargetStates(states.features[:, part], states.last_hidden[:, part])
+
+    def _refused(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """The refused drafts of a recorded batch as `block_losses` expects them: row i is for token i + 2."""
+        if "refused" not in batch:
+            return None
+        refused = batch["refused"][:, 2:]
+        return nn.functional.pad(self.draft_ids(refused.clamp(min=0)).where(refused >= 0, -1), (0, 0, 0, 2), value=-1)
 
     def _draw(self, low: int, high: int, count: int) -> list[int]:
         numbers: list[int] = torch.randint(low, high, (count,), generator=self.generator).tolist()
@@ -180,12 +191,12 @@ class SpecBlockStep(AdaptiveStep):
 
     @torch.no_grad()
     def target_labels(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's most probable token and its probs over the draft vocabulary, for the token after each start.
+        """The target's most probable token and its logits over the draft vocabulary, for the token after each start.
 
         Row i belongs to the token after token i + 1, which is the start of position i.
 
         Returns:
-            best_ids [batch, positions] int64 over the whole vocabulary, probs [batch, positions, draft_vocab] float32.
+            best_ids [batch, positions] int64 over the whole vocabulary, logits [batch, positions, draft_vocab] float32.
         """
         return self.head_labels(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
 
@@ -193,19 +204,20 @@ class SpecBlockStep(AdaptiveStep):
     def head_labels(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.reader.head(target_hidden)
         draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
-        return logits.argmax(-1), logits[..., draft_ids].softmax(-1)
+        return logits.argmax(-1), logits[..., draft_ids]
 
     def chain(
         self,
         model: nn.Module,
         features: Tensor,
         input_ids: Tensor,
-        target_probs: Tensor,
+        target_logits: Tensor,
         start_mask: Tensor,
         position_mask: Tensor,
         training: bool,
         cuts: Sequence[int] | None = None,
         text_ids: Tensor | None = None,
+        refused: Tensor | None = None,
         all_logits: list[Tensor] | None = None,
     ) -> list[BlockLosses]:
         """Runs all blocks and returns the losses of each.
@@ -214,12 +226,13 @@ class SpecBlockStep(AdaptiveStep):
             model: the drafter, or its wrapper in a distributed run.
             features: [batch, positions, taps * hidden].
             input_ids: [batch, positions] int64, the row's tokens; the last one is repeated beyond the end.
-            target_probs: [batch, positions, draft_vocab] float32, see `target_labels`.
+            target_logits: [batch, positions, draft_vocab] float32, see `target_labels`.
             start_mask: [batch, positions] bool.
             position_mask: [batch, positions] bool.
             training: draw the cuts; otherwise every block continues at the end of the previous one.
             cuts: slots kept of every block except the last; None to draw them from 1 to K.
             text_ids: see `block_losses`.
+            refused: see `block_losses`.
             all_logits: a list to which the logits [positions, draft_vocab] of all slots of `start_mask` are appended.
         """
         config = self.drafter.config
@@ -248,8 +261,8 @@ class SpecBlockStep(AdaptiveStep):
             compute = sparse_block_losses if self.sparse else block_losses
             losses.append(
                 compute(
-                    output.logits, output.rank_logits, target_probs, position_mask, start_mask, offset=offset,
-                    text_ids=text_ids, **self.options,
+                    output.logits, output.rank_logits, target_logits, position_mask, start_mask, offset=offset,
+                    text_ids=text_ids, refused=refused, **self.options,
                 )
             )  # fmt: skip
             if block < len(cuts):
@@ -261,12 +274,13 @@ class SpecBlockStep(AdaptiveStep):
 def sparse_block_losses(
     logits: Tensor,
     rank_logits: Tensor,
-    target_probs: Tensor,
+    target_logits: Tensor,
     position_mask: Tensor,
     start_mask: Tensor,
     *,
     offset: int,
     text_ids: Tensor | None = None,
+    refused: Tensor | None = None,
     **options: Any,
 ) -> BlockLosses:
     """`block_losses` for heads that were computed at the starts only; the losses are the same.
@@ -274,15 +288,16 @@ def sparse_block_losses(
     `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] belong to the True positions of
     `start_mask`, in order; see `block_losses` for the other arguments.
     """
-    slots, length = logits.shape[1], target_probs.shape[1]
+    slots, length = logits.shape[1], target_logits.shape[1]
     row, position = start_mask.nonzero(as_tuple=True)
-    # Each start becomes a row, with the target's probs for its slots.
+    # Each start becomes a row, with the target's logits for its slots.
     ahead = position.unsqueeze(1) + torch.arange(offset + slots, device=position.device)
     at = row.unsqueeze(1), ahead.clamp(max=length - 1)
     losses = block_losses(
-        logits.unsqueeze(1), rank_logits.unsqueeze(1), target_probs[at], position_mask[at] & (ahead < length),
+        logits.unsqueeze(1), rank_logits.unsqueeze(1), target_logits[at], position_mask[at] & (ahead < length),
         torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots,
-        text_ids=None if text_ids is None else text_ids[at].where(ahead < length, -1), **options,
+        text_ids=None if text_ids is None else text_ids[at].where(ahead < length, -1),
+        refused=None if refused is None else refused[at], **options,
     )  # fmt: skip
 
     def spread(found: Tensor, empty: Any) -> Tensor:

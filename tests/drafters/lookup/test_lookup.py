@@ -71,6 +71,26 @@ def split(texts: list[list[int]], place: int) -> tuple[int, ...]:
     return (*text[:start], -1, *text[start:])
 
 
+def test_an_index_whose_last_tokens_are_removed_is_that_of_the_text_before() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    text = torch.randint(0, 4, (300,), generator=numbers).tolist()
+    whole, cut = SuffixIndex(longest=6), SuffixIndex(longest=6)
+    for start in range(0, 200, 7):  # in steps, some of which are sorted anew and some inserted
+        whole.extend(text[start : min(start + 7, 200)])
+        cut.extend(text[start : min(start + 7, 200)])
+        cut.extend(text[100:130])
+        cut.truncate(len(whole))
+    assert cut.last(200) == whole.last(200) == text[:200]
+    for end in range(206, 300, 5):
+        context = text[end - 6 : end]
+        found, expected = (index.matches(context, 400) for index in (cut, whole))
+        assert sorted(found) == sorted(expected)
+        assert [length for _, length in found] == [length for _, length in expected]
+    cut.truncate(0)
+    assert len(cut) == 0
+    assert cut.matches([1, 2], 4) == []
+
+
 @pytest.mark.parametrize("vocab", [2, 3, 10])
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (4, 2), (32, 5)])
 def test_matches_are_those_of_a_plain_search_however_the_texts_grew(longest: int, shortest: int, vocab: int) -> None:

@@ -12,14 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.ssd import RowTree, SSDDrafter
-from tests.methods import make_causal_lm, make_eagle3, make_ngram
+from hf_specdec.training.features import TargetReader
+from tests.methods import make_causal_lm, make_eagle, make_eagle3, make_medusa, make_mtp, make_ngram
 from tests.targets import PROMPTS, make_target, one_prompt
 from tests.watched import Watched
 
@@ -152,14 +154,76 @@ def test_it_stops_in_a_call_in_which_it_does_not_pay(caplog: pytest.LogCaptureFi
     assert drafter.stats.num_prepared < len(drafter.stats.per_step_accepted[0]) - 8
 
 
+def test_the_wrapped_drafter_may_be_named() -> None:
+    target, prompt = make_target("llama", "sdpa", torch.float64), one_prompt()
+    named = load_drafter("ssd", target, drafter="ngram", trial=False)
+    assert named.drafter.method == "ngram"
+    alone = target.generate(**prompt, max_new_tokens=24, do_sample=False)
+    assert torch.equal(target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=named), alone)
+
+
+@pytest.mark.parametrize("make", [make_eagle3, make_eagle, make_mtp])
+def test_drafters_of_eagles_kind_read_their_own_outputs_where_states_do_not_exist_yet(make: Any) -> None:
+    """A chain drafted ahead is that of whole forwards over the target's states and then the drafter's own outputs."""
+    target = make_target("llama", "sdpa", torch.float64)
+    drafter = make(target).double()
+    drafter.set_options(depth=3, top_k=1, tree_budget=3)
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(4))
+    layers = drafter.feature_layers(target)
+    features = TargetReader(target, layers).read(ids).features
+    generators = [drafter.candidate_generator(TargetModel(target, layers)) for _ in range(2)]
+    for generator in generators:
+        prompt = Committed(
+            ids[:, :7], features[:, :7], torch.arange(7).expand(2, -1), None, Counts.of([7, 7]), target(ids).logits
+        )
+        generator.observe(prompt)
+
+    def context(*lengths: int) -> DraftContext:
+        roots = torch.tensor([length - 1 for length in lengths])
+        return DraftContext(ids[[0, 1], roots], roots, ids, list(lengths), [True, True])
+
+    def expected(row: int, length: int) -> list[int]:
+        tokens, states = ids[row : row + 1, 1:length], drafter.fuse(features[row : row + 1, :7])
+        for _ in range(length - 8 + 3):
+            places = torch.arange(states.shape[1])[None]
+            embedded = generators[0].embed(tokens[:, : states.shape[1]])
+            output = drafter(embedded, states, places, is_causal=True)[:, -1:]
+            states = torch.cat([states, drafter.recurrent(output)], 1)
+            if states.shape[1] > tokens.shape[1]:
+                chosen = drafter.to_target_ids(generators[0].logits(output)[:, 0].argmax(-1, keepdim=True))
+                tokens = torch.cat([tokens, chosen], 1)
+        return tokens[0, length - 1 :].tolist()
+
+    with torch.no_grad():
+        for lengths in ((10, 9), (9, 8), (11, 11)):
+            tree = generators[0].draft_text(context(*lengths), [8, 8])
+            for row, length in enumerate(lengths):
+                assert tree.token_ids[row, 1:].tolist() == expected(row, length), lengths
+        after, alone = (generator.draft_text(context(8, 8), [8, 8]) for generator in generators)
+        assert after.token_ids.tolist() == alone.token_ids.tolist()
+        assert expected(0, 8) == alone.token_ids[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_eagle3_foresees_rounds(batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa", torch.float64), PROMPTS[batch]()
+    inner = make_eagle3(target, tree_budget=60, top_k=48, depth=2)
+    watched = Watched(SSDDrafter(inner, tree_budget=2, fan_out=60, trial=False))
+    arguments = {**prompts, "max_new_tokens": 24, "do_sample": False}
+    alone = target.generate(**arguments)
+    assert torch.equal(target.generate(**arguments, assistant_model=watched), alone)
+    if batch == "batch of one":
+        assert 0 < watched.stats.num_foreseen <= watched.stats.num_prepared
+
+
 def test_what_cannot_be_wrapped_raises() -> None:
     target = make_target("llama", "sdpa", torch.float64)
     with pytest.raises(ValueError, match=r'load_drafter\("ssd"\) needs drafter=\.\.\.'):
         load_drafter("ssd")
     with pytest.raises(TypeError, match="drafter='ngram' is a str"):
-        load_drafter("ssd", drafter="ngram")
-    drafter = load_drafter("ssd", drafter=make_eagle3(target))
-    with pytest.raises(ValueError, match="method 'eagle3' cannot draft while the target verifies"):
+        SSDDrafter("ngram")  # type: ignore[arg-type]
+    drafter = load_drafter("ssd", drafter=make_medusa(target))
+    with pytest.raises(ValueError, match="method 'ddtree' cannot draft while the target verifies"):
         target.generate(**one_prompt(), max_new_tokens=2, assistant_model=drafter)
     with pytest.raises(ValueError, match="fan_out=0 must be an integer from 1 to 64"):
         load_drafter("ssd", drafter=make_ngram(target), fan_out=0)
