@@ -118,6 +118,26 @@ def test_compiled_forwards_are_refused() -> None:
         drafter.set_options(same_bits=True, compile_mode="reduce-overhead")
 
 
+def test_rows_that_get_other_bits_seldom_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with bfloat16 instructions of AVX-512: of several rows, few differ from a row alone."""
+    multiply = torch.nn.Linear.forward
+
+    def forward(layer: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+        products = multiply(layer, rows)
+        if rows.dim() == 3 and rows.shape[1] > 1:
+            seldom = rows[..., 0].abs() > 2  # one row of 20
+            products = products.where(~seldom.unsqueeze(-1), products * 1.01)
+        return products
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    target = fresh_target("llama", "sdpa", torch.bfloat16, **WIDE)
+    drafter = METHODS["ngram"](target)
+    drafter.set_options(same_bits=True)
+    with pytest.warns(UserWarning, match="the rows of a product in torch.bfloat16 depend on how many there are"):
+        target.generate(**PROMPTS["batch of one"](), max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    assert not drafter.stats.same_bits
+
+
 def test_report_says_which_of_the_two_it_was() -> None:
     target = wide_target(torch.bfloat16)
     drafter = METHODS["ngram"](target)
