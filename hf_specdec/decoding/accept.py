@@ -352,9 +352,7 @@ class Acceptor:
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[remaining, depth] = processed[remaining]
-            undefined = (
-                chosen[remaining] == NO_DISTRIBUTION
-            )  # such a node is not accepted: its token is the bonus token
+            undefined = chosen[remaining] == NO_DISTRIBUTION  # not accepted: the token of this node is the bonus token
             bonus_ids[remaining] = bonus_ids[remaining].where(undefined, chosen[remaining])
             num_accepted[remaining] -= undefined.long()
             found, child = _children(tree, node, chosen, unknown)
