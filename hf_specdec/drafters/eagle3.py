@@ -407,7 +407,7 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         """Whether `draft_text` can draft ahead: not in captured rounds, whose nodes have fixed places."""
         return self.calls is None
 
-    @in_inference_mode
+    @torch.no_grad()
     def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
         """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept.
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -130,7 +131,7 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
             ]
             self.constants = (
                 from_host(self.parents, device),
-                from_host(self.logprobs, device).float(),
+                from_host(np.array(self.logprobs, np.float32), device),
                 [(from_host(a, device), from_host(b, device), from_host(c, device)) for a, b, c in levels],
             )
         return self.constants

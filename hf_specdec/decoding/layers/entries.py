@@ -175,7 +175,8 @@ class Entries(LayerStates):
         before, self._slabs = self._slabs if self.workspace is not None else [], []
         for (kv_heads, head_dim, dtype, device), members in groups.items():
             # Entries before heads: row and entry then form one index, so that a commit is one gather and one scatter.
-            most = max(1, SLAB_BYTES // (self.batch * capacity * kv_heads * head_dim * dtype.itemsize))
+            size = self.batch * capacity * kv_heads * head_dim * dtype.itemsize  # 0 where a layer keeps no values
+            most = max(1, SLAB_BYTES // max(1, size))
             for first in range(0, len(members), most):
                 some = members[first : first + most]
                 slab = self._new_slab((len(some), self.batch, capacity, kv_heads, head_dim), dtype, device)
