@@ -696,8 +696,8 @@ class TreeGenerator(DraftModelGenerator):
         cached = parents.new_full((batch, 1 + parents.shape[1]), -1).scatter(
             1, where, torch.cat(indices).expand_as(where)
         )
-        best = scores, token_ids, parents, finite
-        tree = best_tree(context.root_ids.to(device), *best, depth=run.max_depth + 1, budget=budget)
+        root_ids = context.root_ids.to(device)
+        tree = best_tree(root_ids, scores, token_ids, parents, finite, depth=run.max_depth + 1, budget=budget)
         assert tree.path_logprobs is not None
         drafted = int((tree.path_logprobs > -torch.inf).sum(1).max()) - 1
         chosen = scores.argsort(dim=1, descending=True, stable=True)[:, :drafted]

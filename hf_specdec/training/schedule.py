@@ -99,8 +99,8 @@ class Schedule(TrainerCallback):
         self._step_ended = self.clock()
         # Not after the last step: the Trainer has already decided to stop.
         if self.timed and self._next_estimate <= state.global_step < self.num_steps:
-            # All processes must take the same number of steps: they synchronise in each.
-            (steps,) = broadcast_object_list([self._estimate(state)])
+            # All processes must take the same steps, and evaluate after the same ones: they synchronise in each.
+            steps, self.evaluation_steps = broadcast_object_list([self._estimate(state), self.evaluation_steps])
             self._set_steps(state, steps)
             self._next_estimate = state.global_step + max(1, min(state.global_step, steps // 20))
 

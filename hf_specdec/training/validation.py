@@ -67,12 +67,17 @@ def validation_prompts(source: str, tokenizer: PreTrainedTokenizerBase) -> list[
 
     Args:
         source: as for `--data`.
-        tokenizer: the target's; with a chat template.
+        tokenizer: the target's.
 
     Raises:
         OSError: the source cannot be read.
-        ValueError: an entry is not a conversation; names it.
+        ValueError: an entry is not a conversation, which is named, or the tokenizer has no chat template.
     """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"--validate {source!r}: the tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model "
+            "cannot answer conversations. Leave --validate out."
+        )
     texts = []
     for conversation in read_conversations(source):
         roles = [message["role"] for message in conversation.messages]

@@ -237,6 +237,10 @@ def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) 
             r"Texts have up to 5016 tokens \(.* together\), but .* has max_position_embeddings ",
         ),
         (["--mask-token-id", "1", "--text", "held_out.jsonl"], "None of 1 documents has more than 8 tokens"),
+        (
+            ["--mask-token-id", "1", "--validate", "questions.jsonl"],
+            "--validate .* has no chat template.*Leave --validate",
+        ),
         (["--method", "specblock", "--window", "2"], "window=2 must be at least 6"),
         (["--method", "specbound", "--exit-layers", "9"], r"exit layers \[9\] must be from 1 to 3"),
         (
@@ -250,6 +254,7 @@ def test_what_does_not_fit_is_refused_before_the_target_writes(place: Path, opti
     dflash.new_drafter(target, mask_token_id=1, block_size=3).save_pretrained(place / "earlier")
     lines = (place / "text.jsonl").read_text().splitlines(keepends=True)
     (place / "held_out.jsonl").write_text('{"text": "short"}\n' + "".join(lines[1:50]))
+    (place / "questions.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     with pytest.raises(ValueError, match=message):
         main(["--target", "target", "--text", "text.jsonl", "--work-dir", "work", "--output", "drafter",
               "--prompt-tokens", "8", "16", "--new-tokens", "16", "--plain-share", "0", "--no-bf16",

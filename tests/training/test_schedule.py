@@ -74,6 +74,29 @@ def test_evaluations_take_less_than_a_tenth_of_the_steps() -> None:
         assert run(lambda now, each=each: each, 8 * each)[2] <= most
 
 
+def test_a_long_evaluation_of_few_rows_takes_less_than_a_tenth_of_the_time() -> None:
+    """As with validation rounds."""
+    taken, _, evaluations = run(lambda now: 0.1, 20.0, evaluation_steps=1)
+    assert 0.9 * 360 < taken < 1.1 * 360
+    assert 1 <= evaluations <= 3  # the first one is not measured yet, the last one always comes
+
+
+def test_processes_evaluate_after_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measures other times; what the first one has found holds for all."""
+    monkeypatch.setattr(
+        "hf_specdec.training.schedule.broadcast_object_list", lambda own: [400, 30] if len(own) == 2 else [400]
+    )
+    now = [0.0]
+    schedule = Schedule("linear", 0.04, evaluation_steps=1, minutes=6, clock=lambda: now[0])
+    arguments, state, control = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(), TrainerControl()
+    schedule.on_train_begin(arguments, state, control)
+    schedule.on_step_begin(arguments, state, control)
+    schedule.on_pre_optimizer_step(arguments, state, control)
+    now[0], state.global_step = 1.0, 1
+    schedule.on_step_end(arguments, state, control)
+    assert (state.max_steps, state.eval_steps) == (400, 300)
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_with_a_number_of_steps_the_learning_rates_are_the_hosts(name: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
