@@ -262,7 +262,8 @@ def test_a_call_begins_with_room_for_few_tokens(capacity: int) -> None:
     assert target.cache.capacity == min(capacity, 3 + 512)
 
 
-@pytest.mark.parametrize("method", ["ddtree", "eagle3", "ngram"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_target_that_is_spread_over_two_devices(method: str, host: type[stand_in.Host]) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()

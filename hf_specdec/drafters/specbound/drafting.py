@@ -264,7 +264,7 @@ class PendingChain:
         self.advance(self.slices.num_layers)
         states = torch.cat([states for _, states in self._segments], dim=1)
         with self.target.inference_mode(states.device):
-            return self.slices.logits(states)
+            return self.slices.logits(states).to(self._positions.device)  # where a complete forward returns them
 
     def _run(self, states: Tensor, first: int, last: int) -> Tensor:
         """Layers `first` to `last` - 1 for the last nodes of the chain, as many as there are states."""
