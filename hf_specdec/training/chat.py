@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -245,17 +245,17 @@ def _write_files(
         for number, file in progress:
             draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
             started, rows = time.perf_counter(), list(writer.answer(conversations(draw, number), draw))
-            _write_lines(file, rows)
+            _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
             num_tokens = sum(len(row["answer_ids"]) for row in rows)
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tokens of answers/s")
     return list(files.values())
 
 
-def _write_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Writes JSONL; the file gets its final name when it is complete."""
+def _write_whole(file: Path, text: str) -> None:
+    """Writes a file that gets its name when it is complete: other processes may read it, and a call may be stopped."""
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    unfinished.rename(file)
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
 
 
 def is_answers(source: str) -> bool:
@@ -307,7 +307,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
     """Writes the recipe next to the answers, or compares it with the existing one."""
     if not file.exists():
-        file.write_text(json.dumps(recipe, indent=2) + "\n")
+        _write_whole(file, json.dumps(recipe, indent=2) + "\n")
     earlier = json.loads(file.read_text())
     changed = [
         f"{name} {earlier.get(name)!r}, now {value!r}" for name, value in recipe.items() if earlier.get(name) != value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +144,22 @@ def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenize
     assert second.stat().st_mtime_ns == written, "what is there is not written again"
     with pytest.raises(ValueError, match=r"other settings: temperatures \[0.9, 0.5\], now \[0.0\]. To continue,"):
         write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=2))
+
+
+def test_a_recipe_that_was_written_in_part_is_never_seen(target, tokenizer, tmp_path, monkeypatch):
+    # Stopped here as by Ctrl-C; another process that starts at this moment sees the same folder.
+    data, settings = conversations(tmp_path, talk("x = 1")), AnswerSettings(max_new_tokens=4)
+    write_text = Path.write_text
+
+    def stopped(file, text, **kwargs):
+        write_text(file, text[: len(text) // 2], **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write_answers(target, tokenizer, data, tmp_path / "answers", settings)
+    assert len(written_rows(write_answers(target, tokenizer, data, tmp_path / "answers", settings))) == 1
 
 
 def test_an_answer_ends_where_the_row_is_full_and_no_turn_follows(target, tokenizer, tmp_path):
