@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hf_specdec.training.progress import INTERVAL_S
 
 RECIPE_FILE = "recipe.json"
 QUESTION_TOKENS = 160
+BATCHES_PER_FILE = 8  # so that waiting conversations take the places of ended ones for most of the time
 # How a request about a text may begin; the target writes the rest of the line, so that no two requests are alike.
 REQUESTS = ("Summarize", "Rewrite the", "Translate the following", "Extract", "Explain this", "Find", "Shorten")
 REQUEST_TOKENS = 40
@@ -125,7 +126,7 @@ class AnswerSettings:
         max_new_tokens: of one answer; longer answers are cut.
         max_length: most tokens of a conversation with its answer: longer answers are cut, and turns without space for
             an answer are skipped.
-        batch_size: conversations per forward and file.
+        batch_size: conversations per forward; a file has `BATCHES_PER_FILE` times as many.
         seed: of sampling.
     """
 
@@ -149,8 +150,8 @@ def write_answers(
 ) -> list[Path]:
     """Lets the target answer every user message, and writes the answers to disk as JSONL.
 
-    One batch of conversations is one file. A file depends only on its number and the recipe, so an interrupted call can
-    be continued, and several processes can share the work.
+    A file depends only on its number and the recipe, so an interrupted call can be continued, and several processes can
+    share the work.
 
     Args:
         model: the target.
@@ -169,12 +170,10 @@ def write_answers(
     Raises:
         ValueError: the folder holds answers with other settings, or the tokenizer has no chat template.
     """
-    size = settings.batch_size
-    batches = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    size = settings.batch_size * BATCHES_PER_FILE
+    parts = [conversations[start : start + size] for start in range(0, len(conversations), size)]
     origin = {"conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(), "dataset": dataset}
-    return _write_files(
-        _Writer(model, tokenizer, settings), len(batches), lambda _, n: batches[n], folder, origin, worker
-    )
+    return _write_files(_Writer(model, tokenizer, settings), len(parts), lambda _, n: parts[n], folder, origin, worker)
 
 
 def write_invented(
@@ -196,7 +195,8 @@ def write_invented(
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
-        count: messages to invent, rounded up to complete files; slightly fewer are kept. A later call may ask for more.
+        count: messages to invent; slightly fewer are kept. A later call may ask for more: files that exist stay as they
+            are.
         folder: of the files.
         settings: of the answers.
         texts: what the requests are about, one each; at most as many requests are written.
@@ -208,11 +208,12 @@ def write_invented(
     Raises:
         ValueError: as for `write_answers`, or the chat template has no tokens before or after a user message.
     """
-    writer, size = _Writer(model, tokenizer, settings), settings.batch_size
+    writer, size = _Writer(model, tokenizer, settings), settings.batch_size * BATCHES_PER_FILE
     around_user_message(tokenizer, [])  # refuses a template before the folder is made
 
     def invent(draw: torch.Generator, number: int) -> list[Conversation]:
-        return writer.invent(draw, texts[number * size : (number + 1) * size] if texts else None)
+        start, end = number * size, min((number + 1) * size, count)
+        return writer.invent(draw, end - start, texts[start:end])
 
     count = min(count, len(texts)) if texts else count
     origin = {"conversations": "invented", "texts": hashlib.sha256(repr(list(texts)).encode()).hexdigest()}
@@ -350,7 +351,7 @@ class _Writer:
             if not asked:
                 return
             room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
-            answers = continuations(self.model, prompts, room, [temperatures[row] for row in asked], draw, self.ends)
+            answers = self._continue(prompts, room, [temperatures[row] for row in asked], draw, self.ends)
             for index, ids, answer in zip(asked, prompts, answers, strict=True):
                 text = self.tokenizer.decode(answer, skip_special_tokens=True)
                 histories[index].append({"role": "assistant", "content": text})
@@ -396,21 +397,31 @@ class _Writer:
             most = REQUEST_TOKENS
             ends |= {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
         count = len(openings)
-        written = continuations(self.model, openings, [most] * count, [1.0] * count, draw, ends)
+        written = self._continue(openings, [most] * count, [1.0] * count, draw, ends)
         return [
             self.tokenizer.decode([*first, *ids], skip_special_tokens=True).strip() if ids[-1] in ends else ""
             for first, ids in zip(begun, written, strict=True)
         ]
 
-    def invent(self, draw: torch.Generator, texts: Sequence[str] | None) -> list[Conversation]:
-        """A batch of conversations with one user message; with `texts`, a request about each of them."""
-        if texts is None:
-            messages, group = self.user_messages([[]] * self.settings.batch_size, draw), "invented"
+    def invent(self, draw: torch.Generator, count: int, texts: Sequence[str]) -> list[Conversation]:
+        """Conversations with one user message; with `texts`, a request about each of them."""
+        if not texts:
+            messages, group = self.user_messages([[]] * count, draw), "invented"
         else:
             words = [REQUESTS[index % len(REQUESTS)] for index in range(len(texts))]
             requests, group = self.user_messages([[]] * len(texts), draw, words), "texts"
             messages = [ask and f"{ask}\n\n{text}" for ask, text in zip(requests, texts, strict=True)]
         return [Conversation(({"role": "user", "content": text},), group) for text in messages if text]
+
+    def _continue(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: Sequence[int],
+        temperatures: Sequence[float],
+        draw: torch.Generator,
+        ends: Set[int],
+    ) -> list[list[int]]:
+        return continuations(self.model, prompts, room, temperatures, draw, ends, self.settings.batch_size)
 
 
 def random_share(draw: torch.Generator) -> float:

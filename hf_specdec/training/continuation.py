@@ -1,17 +1,18 @@
-"""A model continues many prompts of different lengths in one batch, to the end of each text.
+"""A model continues many prompts of different lengths, a batch of them at a time, to the end of each text.
 
-Rows that have ended leave the batch. Keys and values are kept in buffers that grow in steps: the host's own layers copy
-everything they hold for each token. `chat.py` has what is continued.
+Rows that have ended leave the batch, and waiting prompts take their places. Keys and values are kept in buffers that
+grow in steps: the host's own layers copy everything they hold for each token. `chat.py` has what is continued.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -41,6 +42,15 @@ class BufferedLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
+    def join(self, other: BufferedLayer, unused: int) -> None:
+        """Adds the rows of another layer, after dropping the first `unused` columns; the last columns are aligned."""
+        width = max(self.keys.shape[2] - unused, other.keys.shape[2])
+        self._buffers = (
+            _stacked(self.keys[:, :, unused:], other.keys, width),
+            _stacked(self.values[:, :, unused:], other.values, width),
+        )
+        self.keys, self.values = (buffer[:, :, :width] for buffer in self._buffers)
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in tensors of their own."""
         super().batch_select_indices(indices)
@@ -51,6 +61,14 @@ def _longer(held: Tensor, entries: int) -> Tensor:
     """A buffer of so many entries that begins with those of `held`."""
     buffer = held.new_empty(*held.shape[:2], entries, held.shape[3])
     buffer[:, :, : held.shape[2]] = held
+    return buffer
+
+
+def _stacked(first: Tensor, second: Tensor, width: int) -> Tensor:
+    """A buffer with the rows of both, whose first `width` columns hold their entries, aligned at the end."""
+    buffer = first.new_zeros(len(first) + len(second), first.shape[1], width + GROWTH, first.shape[3])
+    buffer[: len(first), :, width - first.shape[2] : width] = first
+    buffer[len(first) :, :, width - second.shape[2] : width] = second
     return buffer
 
 
@@ -69,6 +87,7 @@ def continuations(
     temperatures: Sequence[float],
     draw: torch.Generator,
     ends: Set[int],
+    at_once: int,
 ) -> list[list[int]]:
     """Continues each prompt until a token of `ends`, or as far as its room allows.
 
@@ -79,23 +98,93 @@ def continuations(
         temperatures: of each continuation; 0 is greedy.
         draw: on the model's device, for sampling.
         ends: tokens that end a continuation.
+        at_once: rows of a forward.
 
     Returns:
         The tokens of each continuation, including the one that ended it.
     """
-    width = max(map(len, prompts))
-    device = model.device
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    temperature = torch.tensor(temperatures, device=device)
+    temperature = torch.tensor(temperatures, device=model.device)
     written: list[list[int]] = [[] for _ in prompts]
-    rows, running = list(range(len(prompts))), set(range(len(prompts)))  # rows in the batch, and those not ended
-    cache = buffered_cache(model)
-    attention = tree_attention(model.config.get_text_config(decoder=True)) if usable(model) else nullcontext()
-    while True:
-        with attention:
-            outputs = model(
+    waiting = deque(range(len(prompts)))
+    batch = _Batch(model)
+    while waiting or batch.rows:
+        if waiting and len(batch.rows) < at_once and (batch.takes_more or not batch.rows):
+            new = [waiting.popleft() for _ in range(min(len(waiting), at_once - len(batch.rows)))]
+            batch.add(new, [prompts[row] for row in new])
+        chosen = choose(batch.logits, temperature[batch.rows], draw)
+        running = []
+        for index, (row, token) in enumerate(zip(batch.rows, chosen.tolist(), strict=True)):
+            if not _ended(written[row], room[row], ends):
+                written[row].append(token)
+                if not _ended(written[row], room[row], ends):
+                    running.append(index)
+        leaving = len(batch.rows) - len(running)
+        if leaving >= max(1, LEAVE_SHARE * len(batch.rows)):
+            chosen = chosen[running]
+            batch.keep(running)
+        if batch.rows:
+            batch.step(chosen)
+    return written
+
+
+def _ended(text: Sequence[int], room: int, ends: Set[int]) -> bool:
+    return bool(text) and (text[-1] in ends or len(text) == room)
+
+
+class _Batch:
+    """Rows with left padding, and the logits of their next tokens.
+
+    Attributes:
+        rows: number of the prompt of each row.
+        logits: [rows, vocab].
+        takes_more: whether rows may join others that have begun: every layer must be a `BufferedLayer`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.rows: list[int] = []
+        self.attention: AbstractContextManager[Any] = nullcontext()
+        if usable(model):
+            self.attention = tree_attention(model.config.get_text_config(decoder=True))
+        self.takes_more = all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
+
+    def add(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Reads prompts; their rows follow those of the batch."""
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        cache, positions = buffered_cache(self.model), (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._forward(ids, mask, positions, cache)
+        if not self.rows:
+            self.rows, self.cache, self.mask, self.positions, self.logits = rows, cache, mask, positions[:, -1:], logits
+            return
+        # Columns that no row uses any more are dropped; the shorter part is padded on the left.
+        unused = int(self.mask.any(0).long().argmax())
+        for own, new in zip(self.cache.layers, cache.layers, strict=True):
+            own.join(new, unused)
+        masks, widest = (self.mask[:, unused:], mask), max(self.mask.shape[1] - unused, width)
+        self.mask = torch.cat([nn.functional.pad(each, (widest - each.shape[1], 0)) for each in masks])
+        self.positions = torch.cat([self.positions, positions[:, -1:]])
+        self.logits = torch.cat([self.logits, logits])
+        self.rows += rows
+
+    def keep(self, indices: list[int]) -> None:
+        """The other rows leave."""
+        self.rows = [self.rows[index] for index in indices]
+        if indices:
+            kept = torch.tensor(indices, device=self.mask.device)
+            self.cache.batch_select_indices(kept)
+            self.mask, self.positions = self.mask[kept], self.positions[kept]
+
+    def step(self, token_ids: Tensor) -> None:
+        """Reads one token of each row, [rows] int64."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], 1)
+        self.positions = self.positions + 1
+        self.logits = self._forward(token_ids.unsqueeze(1), self.mask, self.positions, self.cache)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        with self.attention:
+            outputs = self.model(
                 ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -103,21 +192,8 @@ def continuations(
                 use_cache=True,
                 logits_to_keep=1,
             )
-        chosen = choose(outputs.logits[:, -1], temperature, draw)
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            if row in running:
-                written[row].append(token)
-                if token in ends or len(written[row]) == room[row]:
-                    running.remove(row)
-        if not running:
-            return written
-        if len(rows) - len(running) >= max(1, LEAVE_SHARE * len(rows)):
-            kept = torch.tensor([index for index, row in enumerate(rows) if row in running], device=device)
-            cache.batch_select_indices(kept)
-            mask, positions, temperature, chosen = mask[kept], positions[kept], temperature[kept], chosen[kept]
-            rows = [row for row in rows if row in running]
-        ids, positions = chosen.unsqueeze(1), positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
 
 
 def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor:

@@ -48,7 +48,7 @@ class WriteOptions(AnswerOptions):
         default=0.0, help="share of conversations in which the target invents one more user message and answers it"
     )
     max_new_tokens: Count = HfArg(default=384, help="most tokens of an answer")
-    batch_size: Count = HfArg(default=32, help="conversations per forward and file")
+    batch_size: Count = HfArg(default=32, help="conversations per forward")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,10 +49,11 @@ def conversations(tmp_path, *talks):
     return read_conversations(str(file))
 
 
-def answered(target, prompts, room, temperatures, seed=0):
+def answered(target, prompts, room, temperatures, seed=0, at_once=None):
     ends = target.generation_config.eos_token_id
     draw = torch.Generator().manual_seed(seed)
-    return continuations(target, prompts, room, temperatures, draw, set(ends) if isinstance(ends, list) else {ends})
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    return continuations(target, prompts, room, temperatures, draw, ends, at_once or len(prompts))
 
 
 def written_rows(files):
@@ -78,6 +79,8 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
         alone = target.generate(torch.tensor([prompt]), max_new_tokens=most, do_sample=False)
         assert answer == alone[0, len(prompt) :].tolist()
     assert len({len(answer) for answer in written}) > 2
+    for at_once in (1, 2, 3):  # the others wait, and join rows that have begun
+        assert answered(target, prompts, room, temperatures, at_once=at_once)[:4] == written[:4]
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
 
 
@@ -130,20 +133,20 @@ def test_answers_of_the_data_are_not_used(tmp_path):
 
 
 def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenizer, tmp_path):
-    data = conversations(tmp_path, *[talk(f"x = {number}") for number in range(5)])
-    settings = AnswerSettings(temperatures=(0.9, 0.5), max_new_tokens=4, batch_size=2)
+    data = conversations(tmp_path, *[talk(f"x = {number}") for number in range(20)])
+    settings = AnswerSettings(temperatures=(0.9, 0.5), max_new_tokens=4, batch_size=1)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     whole = written_rows(write_answers(target, tokenizer, data, tmp_path / "whole", settings))
     assert torch.equal(torch.rand(3), expected), "the caller's generator is left alone"
     (second,) = write_answers(target, tokenizer, data, tmp_path / "parts", settings, worker=(1, 2))
-    assert written_rows([second]) == whole[2:4]
+    assert written_rows([second]) == whole[8:16]
     written = second.stat().st_mtime_ns
     assert written_rows(write_answers(target, tokenizer, data, tmp_path / "parts", settings)) == whole
     assert second.stat().st_mtime_ns == written, "what is there is not written again"
     with pytest.raises(ValueError, match=r"other settings: temperatures \[0.9, 0.5\], now \[0.0\]. To continue,"):
-        write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=2))
+        write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=1))
 
 
 def test_a_recipe_that_was_written_in_part_is_never_seen(target, tokenizer, tmp_path, monkeypatch):
@@ -208,13 +211,13 @@ def chatty(asking):
 def test_a_target_invents_user_messages_and_answers_them(chatty, asking, tmp_path):
     chatty.save_pretrained(tmp_path / "target")
     asking.save_pretrained(tmp_path / "target")
-    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--batch-size", "32",
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--batch-size", "4",
                  "--max-new-tokens", "4", "--no-bf16", "--temperature", "0", "1"]  # fmt: skip
     main([*arguments, "--questions", "40"])
     files = sorted((tmp_path / "out").glob("*.jsonl"))
     assert [file.name for file in files] == ["answers-000000.jsonl", "answers-000001.jsonl"]
     rows = written_rows(files)
-    assert len({row["messages"][0]["content"] for row in rows}) > 32
+    assert 32 < len({row["messages"][0]["content"] for row in rows}) <= 40
     assert {row["temperature"] for row in rows} == {0, 1}
 
     whole = [file.read_bytes() for file in files]
