@@ -37,9 +37,13 @@ NOT_ARRIVED = {True: 77, False: -7.0e7}  # what a copy holds before it has arriv
 
 
 class Host:
-    """What the host has waited for, and where in the library, since the last `clear`; of all threads."""
+    """What the host has waited for, and where in the library, since the last `clear`.
+
+    Waits of other threads than the main one are in `beside`.
+    """
 
     waits: ClassVar[list[str]] = []
+    beside: ClassVar[list[str]] = []
     lock: ClassVar[threading.RLock] = threading.RLock()
 
     @classmethod
@@ -48,7 +52,8 @@ class Host:
         while frame.f_back is not None and "/hf_specdec/" not in frame.f_code.co_filename:
             frame = frame.f_back
         with cls.lock:
-            cls.waits.append(f"{what} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
+            waits = cls.waits if threading.current_thread() is threading.main_thread() else cls.beside
+            waits.append(f"{what} ({frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
 
 
 class Stream:
@@ -509,6 +514,7 @@ def devices() -> Iterator[type[Host]]:
         patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))
         patch.setattr(Cuda, "default", {})
         patch.setattr(Host, "waits", [])
+        patch.setattr(Host, "beside", [])
         # Modules get new parameters on a move: the data of the old ones cannot become a wrapper.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         try:

@@ -8,6 +8,7 @@ seconds, on any computer. Counted per operator:
 - one launch; in a captured round one for each replay of a graph and for each operator outside of graphs;
 - bytes: each input is read once and each output written once, as if nothing stayed in a cache of the device. Attention
   is one operator that reads queries, keys, values and mask and writes its output, as fused kernels do;
+- a sort as a radix sort: each of four passes reads and writes keys and indices;
 - floating-point operations of matrix products and attention, two for a multiplication and an addition.
 
 The time of a part is at least its bytes over the device's bandwidth, and its operations over its peak. The floor of a
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specdec.benchmark.floor import weight_bytes
 from hf_specdec.decoding import devices, graphs
@@ -40,6 +42,7 @@ from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
 
 from .scripted import dflash_network, shapes
 
@@ -47,9 +50,11 @@ PARTS = ("draft", "verify", "accept", "commit")
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, SXM, of the data sheets
 PEAK = 989e12  # of both: bfloat16 operations per second, dense
 META = torch.device("meta")
+DEPTH = 15  # of the trees of a DFlash network with blocks of 16
 LOOKUPS = ("embedding", "index", "index_select", "gather")  # read as much of a tensor as they return
 WRITES = ("copy_", "fill_", "zero_")  # a whole tensor, which they do not read
 PARTIAL_WRITES = ("index_copy_", "index_put_", "scatter_")  # of as much of a tensor as they are given
+SORT_PASSES = 4  # of a radix sort of 32-bit keys
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "lift_fresh", "detach", "alias")
 
 
@@ -127,6 +132,8 @@ class Counter(TorchDispatchMode):
             num_bytes = 2 * sum(map(size_of, inputs[1:]))
         elif name in LOOKUPS:
             num_bytes = 2 * sum(map(size_of, outputs)) + sum(map(size_of, inputs[1:]))
+        elif name == "sort":
+            num_bytes = sum(map(size_of, inputs)) + 2 * SORT_PASSES * sum(map(size_of, outputs))
         else:
             num_bytes = sum(map(size_of, inputs + outputs))
         count = flop_registry.get(packet)
@@ -243,6 +250,27 @@ def _round(target: TargetModel, generator: Any, context: int, accepted: int) -> 
     return costs
 
 
+def acceptance_on_paper(vocab: int, nodes: int, depth: int) -> Cost:
+    """The cost of the acceptance of a round of one row that samples with temperature, top-k and top-p, at all nodes.
+
+    Args:
+        vocab: columns of the logits.
+        nodes: of the tree, root included.
+        depth: of its deepest node.
+    """
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(20), TopPLogitsWarper(0.95)])
+    sequences: Any = None  # not read
+    with patch.dict(devices.RULES, meta=lambda device: Abilities(works_ahead=True)), torch.no_grad():
+        acceptor = Acceptor(processors, do_sample=True, keep_scores=False, device=META)
+        numbers = torch.zeros(1, nodes, dtype=torch.int64, device=META)
+        tree = DraftTree.from_parents(numbers, numbers, depth)
+        logits = torch.zeros(1, nodes, vocab, device=META)
+        acceptor(tree, logits, sequences)  # makes constants
+        with Counter() as accepting:
+            acceptor(tree, logits, sequences)
+    return accepting.cost
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table."""
     lines = [columns, ["---"] * len(columns), *rows]
@@ -282,6 +310,17 @@ def of_attention(model: PreTrainedModel, contexts: Sequence[int], nodes: int) ->
     return markdown(["context", "keys and values", "verify, with copies", "verify", "ratio"], rows)
 
 
+def of_acceptance(model: PreTrainedModel, nodes: int, depth: int) -> str:
+    """A sampled round's acceptance: at all nodes at once, as it is, and at one node per level, one after another."""
+    vocab = model.config.vocab_size
+    whole, one = acceptance_on_paper(vocab, 1 + nodes, depth), acceptance_on_paper(vocab, 1, 0)
+    rows = []
+    for name, cost, times in (("all nodes at once", whole, 1), ("one node per level", one, depth + 1)):
+        seconds = [f"{1000 * times * cost.seconds(speed):.2f}" for speed in BANDWIDTHS.values()]
+        rows.append([name, f"{times * cost.launches:,}", f"{times * cost.num_bytes / 1e9:.2f}", *seconds])
+    return markdown(["acceptance", "launches", "GB", *(f"ms, {name}" for name in BANDWIDTHS)], rows)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(
@@ -296,7 +335,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table of parts per number of nodes, at the first context, and the table of attention."""
+    """Prints a table of parts per number of nodes, at the first context, and those of attention and acceptance."""
     options = parser().parse_args(argv)
     model = target_on_paper(options.shape)
     for nodes in options.nodes:
@@ -304,6 +343,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(by_part(model, options.contexts[0], nodes))
     print(f"\nGB that verify of {options.nodes[-1]} drafted nodes reads and writes\n")
     print(of_attention(model, options.contexts, options.nodes[-1]))
+    print(
+        f"\nAcceptance with temperature, top-k and top-p, {options.nodes[-1]} drafted nodes of up to {DEPTH} levels\n"
+    )
+    print(of_acceptance(model, options.nodes[-1], DEPTH))
     return 0
 
 

@@ -140,6 +140,7 @@ class HostChains:
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.padding = 0  # tokens before the prompt; less than 0 for a prompt of embeddings without ids
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
+        self.text: list[int] = []  # all tokens so far
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
         self.started, self.drafts = False, True
@@ -187,6 +188,7 @@ class HostChains:
             lengths=[input_ids.shape[1]],
             active=[True],
             choice=self.choice,
+            read_texts=lambda: [self.text],
             lap=self.stats.lap,
         )
         tree = self.policy.draft(generator, context).to(input_ids.device).within_vocabulary(self.vocab_size)
@@ -214,6 +216,7 @@ class HostChains:
         self, generator: TreeCandidateGenerator, input_ids: Tensor, model_kwargs: dict[str, Any], outputs: Any
     ) -> None:
         """Reports the prompt to the drafter; the last of `input_ids` is the first root."""
+        self.text = input_ids[0].tolist()
         prompt, mask = input_ids[:, :-1], model_kwargs.get("attention_mask")
         embeddings = model_kwargs.get("inputs_embeds")
         if embeddings is not None:  # a prompt given as embeddings has unknown tokens, zeros for the drafter
@@ -254,6 +257,7 @@ class HostChains:
         else:
             features = self.target.read_taps()
         last = length - 1 - self.padding
+        self.text += (tokens := input_ids[0, -count:].tolist())
         committed = Committed(
             token_ids=input_ids[:, -count - 1 : -1],
             features=None if features is None else features[:, :count],
@@ -263,7 +267,7 @@ class HostChains:
             target_logits=outputs.logits,
             tree=self.tree,
             path=path,
-            tokens=[input_ids[0, -count:].tolist()],
+            tokens=[tokens],
         )
         for observer in self.observers:
             observer.on_commit(committed)

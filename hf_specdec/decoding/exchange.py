@@ -53,6 +53,7 @@ class DraftContext:
             but a larger one is allowed.
         least_prob: descendants of a node that is drafted with a lower probability, given the path to its parent, will
             not be verified; None for no limit. Stopping there saves time, but a larger tree is allowed.
+        read_texts: gives `texts`; None to read them from `sequences`.
         lap: call `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree, so that the
             statistics separate the two. Without these calls all of `draft()` counts as drafting. Needs no device sync.
     """
@@ -65,7 +66,15 @@ class DraftContext:
     choice: ChoiceRule = GREEDY
     node_limit: int | None = None
     least_prob: float | None = None
+    read_texts: Callable[[], list[list[int]]] | None = None
     lap: Callable[[str], None] = _untimed
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The tokens of each row on the host, to be read only; not for generators with `drafts_early`."""
+        if self.read_texts is not None:
+            return self.read_texts()
+        return [row[:length] for row, length in zip(self.sequences.tolist(), self.lengths, strict=True)]
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Sequences:
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._streamer = streamer
         self._streamed = length
-        self._new_tokens: list[list[int]] = [[] for _ in range(batch)]  # of each row, for a streamer
+        self._texts: list[list[int]] | None = None  # tokens of each row on the host, once they were asked for
         self._eos_ids: set[int] = set()
         self._max_length: int | None = None
         self._deadlines: list[MaxTimeCriteria] = []
@@ -125,6 +125,18 @@ class Sequences:
         if self.pads_finished or self.done:
             return []
         return [row for row, stop in enumerate(self.finished_at) if stop is not None]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The tokens of the remaining rows on the host, to be read only. The first call waits for the device."""
+        return self.of_remaining(self._host_texts())
+
+    def _host_texts(self) -> list[list[int]]:
+        if self._texts is None:
+            self._texts = self.ids.tolist()
+        for text, length in zip(self._texts, self.lengths, strict=True):
+            del text[length:]  # tokens that the row did not keep
+        return self._texts
 
     @property
     def remaining_ids(self) -> Tensor:
@@ -308,8 +320,8 @@ class Sequences:
 
     def _write(self, row: int, tokens: list[int]) -> None:
         self.ids[row].narrow(0, self.lengths[row], len(tokens)).copy_(from_host(tokens, self.ids.device))
-        if self._streamer is not None:  # otherwise it would be read back from the device
-            self._new_tokens[row][self.lengths[row] - self.prompt_length :] = tokens
+        if self._texts is not None:  # otherwise it would be read back from the device
+            self._texts[row][self.lengths[row] :] = tokens
 
     def _check_stops(
         self,
@@ -336,11 +348,11 @@ class Sequences:
         """Passes to the streamer what no later round can change."""
         if self._streamer is None:
             return
+        texts = self._host_texts()
         for column in range(self._streamed, self._final_length()):
-            place = column - self.prompt_length
-            pairs = zip(self._new_tokens, self.lengths, strict=True)
-            tokens = [own[place] if column < length else self.padding_id for own, length in pairs]
-            self._streamer.put(torch.tensor(tokens))
+            self._streamer.put(
+                torch.tensor([text[column] if column < len(text) else self.padding_id for text in texts])
+            )
             self._streamed += 1
 
     def _final_length(self) -> int:

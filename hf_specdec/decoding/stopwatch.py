@@ -54,6 +54,7 @@ class Stopwatch:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by stage, in the order of their first laps. On CUDA this waits for the last lap."""
+        self._read()
         if self._unread:
             self._unread[-1][2].synchronize()
             self._read()

@@ -272,8 +272,26 @@ class DraftTree:
         return self._changed(lambda part: part[index])
 
     def to(self, device: torch.device) -> DraftTree:
-        """The same tree on another device."""
-        return self if self.token_ids.device == device else self._changed(lambda part: part.to(device))
+        """The same tree on another device; from host memory it comes without a device sync."""
+        own = self.token_ids.device
+        ahead = abilities(own).host_memory and abilities(device).works_ahead  # see `from_host`
+        return self if own == device else self._changed(lambda part: part.to(device, non_blocking=ahead))
+
+    def read(self) -> list[tuple[list[int], list[int], list[int], list[float] | None]]:
+        """Of each row `token_ids`, `parents`, `valid` and `path_logprobs` on the host, in one transfer.
+
+        Example:
+            >>> DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]]).read()
+            [([7, 1, 2, 3], [-1, 0, 0, 2], [1, 1, 1, 1], None)]
+        """
+        integers, scores = [self.token_ids, self.parents, self.valid], self.path_logprobs
+        if scores is None:
+            return [(*row, None) for row in torch.stack([part.long() for part in integers], 1).tolist()]
+        # Ids are exact in float32, since no vocabulary has 2^24 tokens.
+        rows = torch.stack(
+            [part.to(torch.promote_types(scores.dtype, torch.float32)) for part in (*integers, scores)], 1
+        )
+        return [(*([int(number) for number in part] for part in row), logprobs) for *row, logprobs in rows.tolist()]
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
         changed: dict[str, Any] = {name: change(each) for name, each in vars(self).items() if isinstance(each, Tensor)}

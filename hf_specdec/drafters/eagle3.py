@@ -41,7 +41,7 @@ from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.attention import CachedAttention, DraftLayer
 from hf_specdec.drafters.config import FeatureFields
 from hf_specdec.drafters.context import CommittedReader, EntryShape, NewTokens, behind_committed
@@ -414,28 +414,27 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         The target's states at the further tokens do not exist yet: the drafter reads its own outputs in their place, as
         below the root of a tree. So the tree is not that of drafting afterwards.
         """
+        texts, device = context.texts, self.device
         ahead = [length - known for length, known in zip(context.lengths, certain, strict=True)]
-        rows, known = torch.arange(len(ahead)), torch.tensor(certain)
-        sequences = context.sequences.cpu()
         if self.pending is not None:
-            self.read_pairs(sequences[rows, known - 1])
+            self.read_pairs(from_host([text[known - 1] for text, known in zip(texts, certain, strict=True)], device))
         cache, (last,) = self.cache, self.last
         committed, steps = cache.row_lengths, max(ahead)
         cache.reserve(steps + self.room)
-        positions = context.root_positions.to(self.device) - torch.tensor(ahead, device=self.device)
+        positions = context.root_positions.to(device) - from_host(ahead, device)
         for step in range(steps):
-            tokens = sequences[rows, (known + step).clamp(max=sequences.shape[1] - 1)].to(self.device)
-            own = torch.ones(len(ahead), 1, 1, dtype=torch.bool, device=self.device)
+            tokens = [text[min(known + step, len(text) - 1)] for text, known in zip(texts, certain, strict=True)]
+            own = torch.ones(len(ahead), 1, 1, dtype=torch.bool, device=device)
             outputs = self.drafter(
-                self.embed(tokens.unsqueeze(1)),
+                self.embed(from_host(tokens, device).unsqueeze(1)),
                 self.drafter.recurrent(last),
                 (positions + step).unsqueeze(1),
                 mask=additive(behind_committed(own, cache.longest, cache.lengths), self.dtype),
                 cache=cache,
             )
-            more = [int(step < count) for count in ahead]
-            cache.commit_first(Counts.of(more, self.device))
-            last = outputs.where(torch.tensor(more, device=self.device).bool()[:, None, None], last)
+            more = Counts.of([int(step < count) for count in ahead], device)
+            cache.commit_first(more)
+            last = outputs.where((more.tensor > 0)[:, None, None], last)
         tree = self._grow(context, last)
         cache.rollback(committed)
         return tree

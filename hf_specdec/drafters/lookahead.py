@@ -93,19 +93,16 @@ class LookaheadGenerator(TreeCandidateGenerator):
         self.leaves: list[list[int]] = []  # of the latest tree, per row: the last node of each path of the window
 
     def draft(self, context: DraftContext) -> DraftTree:
-        lengths = context.lengths
+        texts = context.texts
         if self.levels is None:
-            texts = context.sequences[:, : max(lengths)].tolist()
-            self.levels = [self._start(text[:length]) for text, length in zip(texts, lengths, strict=True)]
-            self.pools = [{} for _ in lengths]
+            self.levels = [self._start(text) for text in texts]
+            self.pools = [{} for _ in texts]
         trees = [
-            self._tree(root, levels, pool.get(root, []))
-            for root, levels, pool in zip(context.root_ids.tolist(), self.levels, self.pools, strict=True)
+            self._tree(text[-1], levels, pool.get(text[-1], []))
+            for text, levels, pool in zip(texts, self.levels, self.pools, strict=True)
         ]
         self.leaves = [leaves for _, _, leaves in trees]
-        return DraftTree.from_lists(
-            [tokens for tokens, _, _ in trees], [parents for _, parents, _ in trees], device=context.root_ids.device
-        )
+        return DraftTree.from_lists([tokens for tokens, _, _ in trees], [parents for _, parents, _ in trees])
 
     def _start(self, text: list[int]) -> list[list[int]]:
         """First guesses, from the end of the prompt."""

@@ -325,9 +325,6 @@ class LookupGenerator(TreeCandidateGenerator):
         self.padding = [
             min(position, length - 1) for position, length in zip(self.padding, context.lengths, strict=True)
         ]
-        known = [padding + len(text) for padding, text in zip(self.padding, self.texts, strict=True)]
-        first = min(known)
-        columns = context.sequences[:, first : max(context.lengths)].tolist()
         if self.prompts is None:  # all tokens except the first root
             self.prompts = [
                 length - 1 - position for length, position in zip(context.lengths, self.padding, strict=True)
@@ -335,16 +332,16 @@ class LookupGenerator(TreeCandidateGenerator):
         options, limit = self.options, context.node_limit
         budget = options.node_limit if limit is None else min(options.node_limit, limit)
         trees = []
-        for row, text in enumerate(self.texts):
+        for row, (text, tokens) in enumerate(zip(self.texts, context.texts, strict=True)):
             self.latest[row] = []
-            text.extend(columns[row][known[row] - first : context.lengths[row] - first])
+            text.extend(tokens[self.padding[row] + len(text) :])
             end: list[int] = text.last(options.longest_suffix)
             matches: list[Match] = []
             if context.active[row] and budget:
                 matches = find(self.searched(text), end, options.shortest_suffix)
             trees.append(continuation_tree(end[-1], matches, budget, options.depth))
         token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
-        return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs, device=context.root_ids.device)
+        return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs)
 
     def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
         """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept."""

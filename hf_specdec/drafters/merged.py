@@ -131,16 +131,13 @@ class Proposal:
 
     token_ids: list[int]
     parents: list[int]
-    valid: list[bool]
+    valid: list[int]
     logprobs: list[float] | None
 
     @classmethod
     def of_rows(cls, tree: DraftTree) -> list[Proposal]:
-        """One for each row of a tree, with two transfers from the device."""
-        rows = len(tree.token_ids)
-        logprobs = [None] * rows if tree.path_logprobs is None else tree.path_logprobs.tolist()
-        token_ids, parents, valid = torch.stack([tree.token_ids, tree.parents, tree.valid.long()]).tolist()
-        return list(map(cls, token_ids, parents, valid, logprobs))
+        """One for each row of a tree."""
+        return [cls(*row) for row in tree.read()]
 
 
 @dataclass
@@ -237,7 +234,7 @@ class MergedGenerator(TreeCandidateGenerator):
         budget = self.budget if context.node_limit is None else min(self.budget, context.node_limit)
         # Sources must not sample: their tokens would not follow the distribution of the union.
         greedy = replace(context, choice=GREEDY, node_limit=budget)
-        self.unions = [Union([root]) for root in context.root_ids.tolist()]
+        self.unions = [Union([text[-1]]) for text in context.texts]
         self.trees = [None for _ in self.sources]
         gains = self.knowledge.gains
         expected = 0.0

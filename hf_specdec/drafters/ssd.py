@@ -20,6 +20,7 @@ for the branches of a draft model, from its cache and with H-RAD.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -27,7 +28,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -37,11 +37,14 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.devices import inference_on_cpu
 from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.beside import DraftingThread
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
 
@@ -156,7 +159,7 @@ class SSDDrafter(Drafter):
                 "captured rounds. Look-ups, draft models with attention and EAGLE drafters can; pass this drafter to "
                 "generate alone."
             )
-        return SSDGenerator(inner, self.options)
+        return SSDGenerator(inner, target, self.options)
 
 
 @dataclass(frozen=True)
@@ -171,16 +174,14 @@ class RowTree:
     def rows_of(cls, tree: DraftTree) -> list[RowTree]:
         """One for each row."""
         rows = []
-        logprobs = None if tree.path_logprobs is None else tree.path_logprobs.tolist()
-        for row, valid in enumerate(tree.valid.tolist()):
+        for tokens, parents, valid, logprobs in tree.read():
             nodes = [node for node, is_valid in enumerate(valid) if is_valid or node == 0]
             place = {node: at for at, node in enumerate(nodes)}
-            tokens, parents = tree.token_ids[row].tolist(), tree.parents[row].tolist()
             rows.append(
                 cls(
                     [tokens[node] for node in nodes],
                     [-1, *(place[parents[node]] for node in nodes[1:])],
-                    None if logprobs is None else [logprobs[row][node] for node in nodes],
+                    None if logprobs is None else [logprobs[node] for node in nodes],
                 )
             )
         return rows
@@ -211,13 +212,18 @@ class SSDGenerator(TreeCandidateGenerator):
 
     Args:
         inner: the generator of the wrapped drafter.
+        target: of the call.
         options: of the drafter.
     """
 
-    def __init__(self, inner: Any, options: SSDOptions) -> None:
+    def __init__(self, inner: Any, target: TargetModel, options: SSDOptions) -> None:
         self.inner, self.options = inner, options
         self.drops_rows = inner.drops_rows
-        self.executor: ThreadPoolExecutor | None = None
+        # In the target's stream, copies from its device would wait for `verify`. A drafter's own device is free anyway.
+        self.device = home_of(target.model.get_input_embeddings())
+        self.thread = DraftingThread(self.device, self.device, options.threads)
+        self.committed: Committed | None = None  # kept while the thread may read it
+        self.verified: Stopwatch | None = None  # has measured a round without the thread
         self.context: DraftContext | None = None  # of the running round
         self.rows: list[RowTree] = []  # its whole trees
         self.prepared: list[dict[tuple[int, ...], RowTree]] = []  # per row, by the tokens that the round ends with
@@ -226,14 +232,14 @@ class SSDGenerator(TreeCandidateGenerator):
         self.num_prepared = self.num_foreseen = 0
         self.pays: bool | None = None  # None: not known yet
         self.seconds: dict[str, list[float]] = {"draft": [], "alone": [], "both": []}
-        self.overlap = SpeculationStats()
 
     def draft(self, context: DraftContext) -> DraftTree:
         self.context = replace(context, choice=GREEDY, node_limit=None, least_prob=None, lap=lambda stage: None)
         found = self._foreseen(context)
         if found is None:
             began = time.perf_counter()
-            self.rows = RowTree.rows_of(self.inner.draft_text(self.context, context.lengths))
+            with self.thread.here():
+                self.rows = RowTree.rows_of(self.inner.draft_text(self.context, context.lengths))
             self.seconds["draft"].append(time.perf_counter() - began)
         else:
             self.rows = found
@@ -260,7 +266,7 @@ class SSDGenerator(TreeCandidateGenerator):
             tree = prepared.get(tokens)
             if tree is None and context.active[row]:
                 return None
-            rows.append(RowTree([int(context.root_ids[row])], [-1], None) if tree is None else tree)
+            rows.append(RowTree([context.texts[row][-1]], [-1], None) if tree is None else tree)
         if any(row.logprobs is None for row in rows):  # then no row may have them
             rows = [replace(row, logprobs=None) for row in rows]
         self.num_foreseen += 1
@@ -271,22 +277,13 @@ class SSDGenerator(TreeCandidateGenerator):
         if self.context is None:  # a round without a draft
             return target.verify(tree, state.root_positions)
         plans = self._plans(tree.num_nodes)
-        began = time.perf_counter()
         if not plans or self.host_loop is not None:
+            self.verified = Stopwatch(self.device)
             output = target.verify(tree, state.root_positions)
-            self.seconds["alone"].append(time.perf_counter() - began)
+            self.verified.lap("alone")
             return output
-        if self.executor is None:
-            self.executor = ThreadPoolExecutor(
-                1, "hf_specdec-foresight", initializer=torch.set_num_threads, initargs=(self.options.threads,)
-            )
-        pending = self.executor.submit(self._prepare, plans)
-        output = target.verify(tree, state.root_positions)
-        verified = time.perf_counter()
-        self.prepared, busy = pending.result()
-        wall = time.perf_counter() - began
-        self.overlap.count_ahead(busy, verified - began, wall)
-        self.seconds["both"].append(wall)
+        verify = functools.partial(target.verify, tree, state.root_positions)
+        output, self.prepared = self.thread.beside(verify, self._prepare, plans)
         return output
 
     def _plans(self, num_nodes: int) -> list[list[tuple[int, ...]]]:
@@ -317,57 +314,66 @@ class SSDGenerator(TreeCandidateGenerator):
         return self.pays if self.pays is not None else len(seconds["alone"]) > TRIAL
 
     @torch.no_grad()
-    def _prepare(self, plans: list[list[tuple[int, ...]]]) -> tuple[list[dict[tuple[int, ...], RowTree]], float]:
-        """Drafts for one outcome of every row at a time; runs in the thread. Returns the seconds besides."""
+    def _prepare(self, plans: list[list[tuple[int, ...]]]) -> list[dict[tuple[int, ...], RowTree]]:
+        """Drafts for one outcome of every row at a time; runs in the thread."""
         assert self.context is not None
-        context, began = self.context, time.perf_counter()
-        device = context.sequences.device
         prepared: list[dict[tuple[int, ...], RowTree]] = [{} for _ in plans]
-        texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
-        with inference_on_cpu(device):
+        with inference_on_cpu(self.device):
             for outcomes in itertools.zip_longest(*plans):
-                longer = [text + list(outcome or ()) for text, outcome in zip(texts, outcomes, strict=True)]
-                lengths, width = [len(text) for text in longer], max(map(len, longer))
-                grown = torch.tensor(
-                    [new - old for new, old in zip(lengths, context.lengths, strict=True)], device=device
-                )
-                supposed = replace(
-                    context,
-                    root_ids=from_host([text[-1] for text in longer], device),
-                    root_positions=context.root_positions + grown,
-                    sequences=from_host([text + [0] * (width - len(text)) for text in longer], device),
-                    lengths=lengths,
-                    active=[outcome is not None for outcome in outcomes],
-                )
-                trees = RowTree.rows_of(self.inner.draft_text(supposed, context.lengths))
-                for row, outcome in enumerate(outcomes):
-                    if outcome is not None:
-                        prepared[row][outcome] = trees[row]
-        return prepared, time.perf_counter() - began
+                longer = [
+                    text + list(outcome or ()) for text, outcome in zip(self.context.texts, outcomes, strict=True)
+                ]
+                for row, tree in enumerate(self._drafts(longer, [outcome is not None for outcome in outcomes])):
+                    if outcomes[row] is not None:
+                        prepared[row][outcomes[row]] = tree
+        return prepared
+
+    def _drafts(self, texts: list[list[int]], active: list[bool]) -> list[RowTree]:
+        """The drafter's trees for texts that begin with those of the running round."""
+        assert self.context is not None
+        context, lengths = self.context, [len(text) for text in texts]
+        device, width = context.root_positions.device, max(lengths)
+        grown = [new - old for new, old in zip(lengths, context.lengths, strict=True)]
+        supposed = replace(
+            context,
+            root_ids=from_host([text[-1] for text in texts], device),
+            root_positions=context.root_positions + from_host(grown, device),
+            sequences=from_host([text + [0] * (width - len(text)) for text in texts], device),
+            lengths=lengths,
+            active=active,
+            read_texts=lambda: texts,
+        )
+        return RowTree.rows_of(self.inner.draft_text(supposed, context.lengths))
 
     def observe(self, committed: Committed) -> None:
-        self.inner.observe(committed)
-        self.context = None
+        with self.thread.here():
+            self.inner.observe(committed)
+        self.context, self.committed = None, committed
+        if wall_s := self.thread.count():
+            self.seconds["both"].append(wall_s)
+        if self.verified is not None:
+            self.seconds["alone"].append(self.verified.seconds["alone"])
+            self.verified = None
         if committed.tree is not None:
             self.ended = [tuple(tokens) for tokens in committed.tokens]
             self.ends.update(len(tokens) - 1 for tokens in committed.tokens if tokens)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self.inner.keep_rows(rows)
+        with self.thread.here():
+            self.inner.keep_rows(rows)
         self.prepared = [self.prepared[row] for row in rows] if self.prepared else []
         self.ended = [self.ended[row] for row in rows] if self.ended else []
 
     def count(self, stats: SpeculationStats) -> None:
         self.inner.count(stats)
         stats.num_prepared, stats.num_foreseen = self.num_prepared, self.num_foreseen
-        stats.add_overlap(self.overlap)
+        stats.add_overlap(self.thread.overlap)
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return None
 
     def close(self) -> None:
-        if self.executor is not None:
-            self.executor.shutdown()
+        self.thread.executor.shutdown()
         self.inner.close()
 
 

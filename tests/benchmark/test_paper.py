@@ -42,6 +42,13 @@ def test_parts_of_a_round_add_up_to_more_than_the_floor_and_multiply_what_the_sh
     assert costs["accept"].flops == costs["commit"].flops == 0
 
 
+def test_one_node_per_level_moves_fewer_bytes_than_all_nodes_in_many_more_launches() -> None:
+    whole, one = paper.acceptance_on_paper(1000, 65, 15), paper.acceptance_on_paper(1000, 1, 0)
+    assert 16 * one.num_bytes < whole.num_bytes
+    assert 16 * one.launches > 10 * whole.launches
+    assert whole.num_bytes > 2 * paper.SORT_PASSES * 65 * 1000 * (4 + 8)
+
+
 def test_a_captured_part_is_a_few_launches_of_the_same_operators() -> None:
     model = target_on_paper(TINY)
     eager, captured = (

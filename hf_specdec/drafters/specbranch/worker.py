@@ -7,11 +7,11 @@ and 5.2, Algorithm 1.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.drafters.beside import DraftingThread
 from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.specbranch.drafting import (
     ALL_ACCEPT,
@@ -43,33 +44,6 @@ from hf_specdec.drafters.specbranch.drafting import (
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbranch.modeling import SpecBranchDrafter
-
-
-class DraftingThread:
-    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU."""
-
-    def __init__(self, device: torch.device, num_threads: int) -> None:
-        self.executor = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="hf_specdec-drafting",
-            initializer=torch.set_num_threads,  # of the calling thread
-            initargs=(num_threads,),
-        )
-        self.stream = torch.cuda.Stream(device) if abilities(device).works_ahead else None
-        if self.stream is not None:  # pending work on the current stream may still be writing the weights
-            self.stream.wait_stream(torch.cuda.current_stream(device))
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Starts work; the result of the previous one must have been read."""
-        return self.executor.submit(self._run, work, *arguments)
-
-    def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        if self.stream is None:
-            return work(*arguments)
-        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
-            result = work(*arguments)
-            self.stream.synchronize()  # the result may be read on any stream
-            return result
 
 
 class SpecBranchGenerator(TreeCandidateGenerator):
@@ -97,13 +71,14 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.has_drafted = False  # in this round
         self.embeddings: Any = target.model.get_input_embeddings()
         self.device = home_of(self.embeddings)  # an offloaded model says "meta"
-        self.overlap = SpeculationStats()
         self.began = time.perf_counter()
 
     def observe(self, committed: Committed) -> None:
         self.last = committed
         if committed.tree is not None:
             self.emitted = list(committed.tokens)
+        if self.thread is not None:
+            self.thread.count()
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.drafting is None:
@@ -114,7 +89,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.signals = self._signals(context, self.drafting)
         chains: Chains = self._call(self.drafting.draft, self.emitted, context.active, self.signals)
         self.chains, self.has_drafted = chains, True
-        token_ids = [[root, *tokens] for root, tokens in zip(context.root_ids.tolist(), chains.tokens, strict=True)]
+        token_ids = [[text[-1], *tokens] for text, tokens in zip(context.texts, chains.tokens, strict=True)]
         tree = DraftTree.from_lists(
             token_ids,
             [list(range(-1, len(tokens) - 1)) for tokens in token_ids],
@@ -124,13 +99,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         return replace(tree, draft_probs=self._to_target_device(chains.draft_probs))
 
     def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return work(*arguments) if self.thread is None else self.thread.submit(work, *arguments).result()
+        return work(*arguments) if self.thread is None else self.thread.call(work, *arguments)
 
     def _start(self, context: DraftContext) -> None:
         options, draft_model = self.options, self.drafter.draft_model
         assert draft_model is not None, "check_target requires it"
         assert self.last is not None, "the prefill has been observed"
-        texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
         branches = options.k_max if self.parallel else 1
         plan = DraftingPlan(
             most_tokens=options.depth,
@@ -147,11 +121,11 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
         if self.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
-            self.thread = DraftingThread(draft_model.device, options.worker_threads)
+            self.thread = DraftingThread(draft_model.device, self.device, options.worker_threads)
             if self.device.type == "cpu" == draft_model.device.type:
                 self._share_cores()
-        self.emitted = [[] for _ in texts]
-        self._call(drafting.start, texts, self.target.text_mask(min(context.lengths) - 1), seed)
+        self.emitted = [[] for _ in context.texts]
+        self._call(drafting.start, context.texts, self.target.text_mask(min(context.lengths) - 1), seed)
         ratio = self.drafter.speed_ratio_of(self.target.model)
         if ratio is None:
             ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
@@ -225,16 +199,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
                 return target.verify(tree, state.root_positions)
         if self.thread is None or self.drafting is None:
             return target.verify(tree, state.root_positions)
-        # The target's own time: on a CPU without the time that the drafter takes of this thread's core.
-        clock = time.thread_time if abilities(self.device).host_memory else time.perf_counter
-        launched, busy_from = time.perf_counter(), clock()
-        pending = self.thread.submit(self.drafting.draft_ahead, self.signals)
-        output = target.verify(tree, state.root_positions)
-        if abilities(self.device).works_ahead:  # without waiting, only the launch would be measured
-            wait_for(self.device)  # the drafter may run on another stream of the same device
-        busy_s = clock() - busy_from
-        branches: Branches = pending.result()
-        self.overlap.count_ahead(branches.busy_s, busy_s, time.perf_counter() - launched)
+        verify = functools.partial(target.verify, tree, state.root_positions)
+        output, branches = self.thread.beside(verify, self.drafting.draft_ahead, self.signals)
         return replace(output, drawn=self._drawn(branches, tree.num_nodes))
 
     def _drawn(self, branches: Branches, num_nodes: int) -> DrawnCandidates | None:
@@ -260,7 +226,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         if self.drafting is None:
             return
         counters: Counters = self._call(self.drafting.final_counters, self.emitted)
-        stats.add_overlap(self.overlap)
+        if self.thread is not None:
+            stats.add_overlap(self.thread.overlap)
         stats.num_path_drafts += counters.path_drafts
         stats.num_path_kept += counters.path_kept
         stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
