@@ -2,7 +2,8 @@
 
 It shows on a CPU what a GPU would: a mix of devices raises, every wait of the host for a device is noted, and a copy
 that the host does not wait for arrives only once the host has waited for an event, a stream or a device behind it.
-Nothing runs beside the host, so it shows nothing of speed, and nothing of two streams that use one tensor.
+A stream that reads what another one has written, without having waited for it, raises. Nothing runs beside the host: it
+shows nothing of speed, and nothing of memory that is written again while another stream still reads it.
 
 A tensor is a wrapper (`StandIn`) whose operations run on a tensor of the host. Operations that make tensors reach it by
 kernels of `aten::empty` for the dispatch key CUDA, which torch for CPUs leaves empty. Of `torch.cuda`, what the library
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -42,6 +43,7 @@ class Host:
     Waits of other threads than the main one are in `beside`.
     """
 
+    seen: ClassVar[dict[Stream, int]] = {}  # how much of each stream it has waited for
     waits: ClassVar[list[str]] = []
     beside: ClassVar[list[str]] = []
     lock: ClassVar[threading.RLock] = threading.RLock()
@@ -62,6 +64,11 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = torch.device("cuda", _index(device))
         self.flying: list[tuple[Tensor, Tensor]] = []  # copies: where to, and the values
+        self.seen: dict[Stream, int] = {self: 0}  # the number of its own operations, and those of others before them
+
+    def follow(self, seen: dict[Stream, int]) -> None:
+        """What comes next comes after so many operations of each stream."""
+        _merge(self.seen, seen)
 
     def arrive(self, number: int | None = None) -> None:
         """The first `number` copies arrive; all by default."""
@@ -73,12 +80,13 @@ class Stream:
     def synchronize(self) -> None:
         Host.note("stream")
         self.arrive()
+        _merge(Host.seen, self.seen)
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self.follow(other.seen)
 
     def wait_event(self, event: Event) -> None:
-        pass
+        self.follow(event.seen)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -92,10 +100,12 @@ class Event:
     def __init__(self, enable_timing: bool = False, **options: Any) -> None:
         self.stream: Stream | None = None
         self.before: list[tuple[Tensor, Tensor]] = []
+        self.seen: dict[Stream, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = Cuda.current_stream() if stream is None else stream
         self.before = list(self.stream.flying)
+        self.seen = dict(self.stream.seen)
 
     def synchronize(self) -> None:
         Host.note("event")
@@ -106,6 +116,7 @@ class Event:
         return True
 
     def _arrive(self) -> None:
+        _merge(Host.seen, self.seen)
         if self.stream is not None:
             with Host.lock:
                 self.stream.arrive(sum(any(copy is each for each in self.before) for copy in self.stream.flying))
@@ -115,11 +126,17 @@ class Event:
         return 1.0
 
 
+def _merge(seen: dict[Stream, int], other: dict[Stream, int]) -> None:
+    for stream, number in list(other.items()):
+        seen[stream] = max(number, seen.get(stream, 0))
+
+
 class Cuda:
     """What stands in for functions of `torch.cuda`."""
 
     here = threading.local()
     default: ClassVar[dict[int, Stream]] = {}
+    written: ClassVar[dict[int, tuple[Stream, int]]] = {}  # by address: the latest operation that has written there
 
     @classmethod
     def current_device(cls) -> int:
@@ -161,7 +178,30 @@ class Cuda:
     @classmethod
     def synchronize(cls, device: Any = None) -> None:
         Host.note("device")
+        cls.waited(device)
         cls.current_stream(device).arrive()
+
+    @classmethod
+    def waited(cls, device: Any) -> None:
+        """The host has waited for the current stream of a device."""
+        _merge(Host.seen, cls.current_stream(device).seen)
+
+    @classmethod
+    def use(cls, device: Any, read: Iterable[Tensor], write: Iterable[Tensor] = ()) -> None:
+        """An operation in the current stream of a device.
+
+        Raises:
+            RuntimeError: the stream has not waited for the operation that has written what this one reads.
+        """
+        stream = cls.current_stream(device)
+        stream.follow(Host.seen)
+        stream.seen[stream] += 1
+        for part in read:
+            writer, number = cls.written.get(part.untyped_storage().data_ptr(), (stream, 0))
+            if number > stream.seen.get(writer, 0):
+                raise RuntimeError("A tensor is used in a stream that has not waited for the one that has written it")
+        for part in write:
+            cls.written[part.untyped_storage().data_ptr()] = stream, stream.seen[stream]
 
 
 def _index(device: Any) -> int:
@@ -207,6 +247,8 @@ class StandIn(Tensor):
 
     def tolist(self) -> Any:
         Host.note("tolist")
+        Cuda.use(self.device, [self])
+        Cuda.waited(self.device)
         return self.held.tolist()
 
     def numpy(self, *arguments: Any, **options: Any) -> Any:
@@ -228,6 +270,8 @@ class StandIn(Tensor):
 
     def item(self) -> Any:
         Host.note("item")
+        Cuda.use(self.device, [self])
+        Cuda.waited(self.device)
         return self.held.item()
 
     def __bool__(self) -> bool:
@@ -256,7 +300,10 @@ class StandIn(Tensor):
         return tuple(places.unbind(1)) if as_tuple else places
 
     def __getitem__(self, key: Any) -> Tensor:
-        return StandIn(self.held[_index_key(key, self.device)], self.device)
+        found = StandIn(self.held[_index_key(key, self.device)], self.device)
+        if _is_advanced(key):
+            Cuda.use(self.device, [self], [found])
+        return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
         is_fill = not isinstance(value, Tensor) or value.numel() == 1
@@ -266,6 +313,7 @@ class StandIn(Tensor):
                 raise RuntimeError(f"Expected all tensors to be on {self.device}, but the value is on {value.device}")
             if not isinstance(value, StandIn):
                 _note_upload(value, non_blocking=False)
+        Cuda.use(self.device, [self, *([value] if isinstance(value, StandIn) else [])], [self])
         self.held[key] = _inner(value)
 
     @classmethod
@@ -296,7 +344,12 @@ class StandIn(Tensor):
             assert wrappers[id(part)].shape == part.shape, f"{func} changes the shape of its argument"
             return wrappers[id(part)]
 
-        return tree_map(wrapped, result)
+        made = tree_map(wrapped, result)
+        alias = [returned.alias_info for returned in func._schema.returns]
+        if device.type == "cuda" and not any(each is not None and not each.is_write for each in alias):  # no view
+            new = [part for part in tree_leaves(made) if isinstance(part, StandIn)]
+            Cuda.use(device, [part for part in given if isinstance(part, StandIn)], new)
+        return made
 
 
 def _inner(part: Any) -> Any:
@@ -366,6 +419,8 @@ def _copy(goal: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(goal, StandIn):
         if not isinstance(source, StandIn):
             _note_upload(source, non_blocking)
+        read = _meeting(source, goal.device) if isinstance(source, StandIn) else []
+        Cuda.use(goal.device, [goal, *read], [goal])
         goal.held.copy_(_inner(source))
         return goal
     assert isinstance(source, StandIn)
@@ -373,6 +428,8 @@ def _copy(goal: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         _fly(goal, source.held.to(goal.dtype).expand(goal.shape), source.device)
     else:
         Host.note("download")
+        Cuda.use(source.device, [source])
+        Cuda.waited(source.device)
         goal.copy_(source.held)
     return goal
 
@@ -383,13 +440,23 @@ def _to_copy(source: StandIn, device: Any = None, non_blocking: bool = False, **
     values = torch.ops.aten._to_copy(source.held, **options)
     device = source.device if device is None else torch.device(device)
     if device.type == "cuda":
-        return StandIn(values, torch.device("cuda", _index(device)))
+        made = StandIn(values, torch.device("cuda", _index(device)))
+        Cuda.use(made.device, _meeting(source, made.device), [made])
+        return made
+    Cuda.use(source.device, [source])
     if not non_blocking:
         Host.note("download")
+        Cuda.waited(source.device)
         return values
     goal = pinned(torch.empty_like(values))  # torch pins what it makes for such a copy
     _fly(goal, values, source.device)
     return goal
+
+
+def _meeting(source: StandIn, device: torch.device) -> list[Tensor]:
+    """What a copy to a device reads: between two devices, their current streams wait for each other."""
+    Cuda.current_stream(device).wait_stream(Cuda.current_stream(source.device))
+    return [source]
 
 
 def _fly(goal: Tensor, values: Tensor, device: torch.device) -> None:
@@ -419,7 +486,9 @@ def _make(size: Any, device: Any, make: Callable[..., Tensor], **options: Any) -
     made = make(size, **{name: value for name, value in options.items() if value is not None})
     # What nobody has written must not look like a result.
     made.fill_(True if made.dtype == torch.bool else NOT_ARRIVED[not (made.is_floating_point() or made.is_complex())])
-    return StandIn(made, torch.device("cuda", _index(device)))
+    found = StandIn(made, torch.device("cuda", _index(device)))
+    Cuda.use(found.device, [], [found])
+    return found
 
 
 def _empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
@@ -454,7 +523,9 @@ def _making(op: Any) -> Callable[..., Tensor]:
     """A kernel for an operation that makes a tensor by resizing an empty one."""
 
     def make(*arguments: Any, device: Any = None, pin_memory: Any = None, **options: Any) -> Tensor:
-        return StandIn(op(*arguments, device=torch.device("cpu"), **options), torch.device("cuda", _index(device)))
+        made = StandIn(op(*arguments, device=torch.device("cpu"), **options), torch.device("cuda", _index(device)))
+        Cuda.use(made.device, [], [made])
+        return made
 
     return make
 
@@ -513,6 +584,8 @@ def devices() -> Iterator[type[Host]]:
         patch.setattr(torch, "tensor", uploading(torch.tensor))
         patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))
         patch.setattr(Cuda, "default", {})
+        patch.setattr(Cuda, "written", {})
+        patch.setattr(Host, "seen", {})
         patch.setattr(Host, "waits", [])
         patch.setattr(Host, "beside", [])
         # Modules get new parameters on a move: the data of the old ones cannot become a wrapper.

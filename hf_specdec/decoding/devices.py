@@ -8,6 +8,8 @@ only if a test succeeds, the host's own attention, no asynchronous work.
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -75,6 +77,17 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     elif not abilities(device).host_memory:
         torch.accelerator.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
+    """The median time of `run` on a device, after two runs as warm-up."""
+    seconds = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        run()
+        wait_for(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])
 
 
 class ToHost:

@@ -84,7 +84,8 @@ class CudaGraph:
                 forward()  # warm-up: chooses and compiles kernels, allocates their workspaces
                 outputs = forward()
             torch.cuda.current_stream().wait_stream(stream)
-            self.outputs = tuple(map(torch.empty_like, outputs))
+            with torch.inference_mode(False):  # they outlive the call, as inputs do
+                self.outputs = tuple(map(torch.empty_like, outputs))
             self._graph = torch.cuda.CUDAGraph()
             numbers = torch.cuda.default_generators[device]
             before = numbers.clone_state()
@@ -215,6 +216,7 @@ class Workspace:
         self._slabs: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
         self._taken: list[Tensor] = []
         self._capture_failed = False
+        self._stream: torch.cuda.Stream | None = None  # of the latest call
         self.first_runs = 0
 
     def claim(self, owner: object, *modules: nn.Module, passing: Collection[int] = ()) -> bool:
@@ -230,6 +232,11 @@ class Workspace:
         if self.owner is not None and self.owner() is not None:
             return False
         self.owner = weakref.ref(owner)
+        device = next(modules[0].parameters()).device
+        if device.type == "cuda":  # an earlier call may have run in another stream
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(self._stream or stream)
+            self._stream = stream
         weights = frozenset(
             part.untyped_storage().data_ptr()
             for module in modules
@@ -281,7 +288,8 @@ class Workspace:
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The static inputs for a key; write them before `run`."""
         if key not in self._captured:
-            self._captured[key] = Captured(make())
+            with torch.inference_mode(False):  # they outlive the call, which may run in inference mode
+                self._captured[key] = Captured(make())
         self._captured.move_to_end(key)
         if len(self._captured) > MOST_CAPTURED:
             self._captured.popitem(last=False)
@@ -361,8 +369,7 @@ class StaticCalls:
         def make() -> tuple[Tensor, ...]:
             return tuple(value.new_zeros(shape) for shape, value in zip(shapes, values, strict=True))
 
-        with torch.inference_mode(False):  # they outlive the call, which may run in inference mode
-            inputs = self.workspace.inputs(key, make)
+        inputs = self.workspace.inputs(key, make)
         for target, value in zip(inputs, values, strict=True):
             if value.dim() > 1:
                 target[:, : value.shape[1]].copy_(value)

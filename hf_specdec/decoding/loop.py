@@ -238,7 +238,7 @@ class SpeculativeDecoding:
             lengths=sequences.of_remaining(sequences.lengths),
             active=sequences.of_remaining(sequences.active),
             choice=self.choice,
-            read_texts=lambda: sequences.texts,
+            read_texts=lambda: sequences.of_remaining(sequences.texts),
             lap=self.stats.lap,
         )
         self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)

@@ -128,10 +128,7 @@ class Sequences:
 
     @property
     def texts(self) -> list[list[int]]:
-        """The tokens of the remaining rows on the host, to be read only. The first call waits for the device."""
-        return self.of_remaining(self._host_texts())
-
-    def _host_texts(self) -> list[list[int]]:
+        """The tokens of each row of the batch on the host, to be read only. The first call waits for the device."""
         if self._texts is None:
             self._texts = self.ids.tolist()
         for text, length in zip(self._texts, self.lengths, strict=True):
@@ -348,7 +345,7 @@ class Sequences:
         """Passes to the streamer what no later round can change."""
         if self._streamer is None:
             return
-        texts = self._host_texts()
+        texts = self.texts
         for column in range(self._streamed, self._final_length()):
             self._streamer.put(
                 torch.tensor([text[column] if column < len(text) else self.padding_id for text in texts])

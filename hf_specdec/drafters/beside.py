@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,16 +51,15 @@ class DraftingThread:
     @contextmanager
     def here(self) -> Iterator[None]:
         """In this context the calling thread works in the stream, in order with its own stream before and after."""
-        with torch.cuda.stream(self.stream) if self._follow() else nullcontext():
+        self._follow()
+        with torch.cuda.stream(self.stream):  # no effect if there is no stream
             yield
         self._lead()
 
     def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """The result of work in the thread."""
-        self._follow()
-        result, _ = self.executor.submit(self._run, work, *arguments).result()
-        self._lead()
-        return result
+        with self.here():
+            return self.executor.submit(self._run, work, *arguments).result()[0]
 
     def beside(
         self, verify: Callable[[], TargetOutput], work: Callable[..., Any], *arguments: Any
@@ -92,14 +91,13 @@ class DraftingThread:
     def _run(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         clock = _clock(self.device)
         began = clock()
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):
             return work(*arguments), clock() - began
 
-    def _follow(self) -> bool:
-        """Lets the stream wait for that of the calling thread; False if there is none."""
+    def _follow(self) -> None:
+        """Lets the stream wait for that of the calling thread."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        return self.stream is not None
 
     def _lead(self) -> None:
         """Lets the stream of the calling thread wait for this one."""

@@ -126,21 +126,6 @@ LEAST = 0.01  # less likely paths are not verified
 
 
 @dataclass
-class Proposal:
-    """The tree that one source proposes for one row, as lists; see `DraftTree` for the fields."""
-
-    token_ids: list[int]
-    parents: list[int]
-    valid: list[int]
-    logprobs: list[float] | None
-
-    @classmethod
-    def of_rows(cls, tree: DraftTree) -> list[Proposal]:
-        """One for each row of a tree."""
-        return [cls(*row) for row in tree.read()]
-
-
-@dataclass
 class Union:
     """The prefixes that the sources propose for one row. Node 0 is the root; parents come before their children.
 
@@ -166,13 +151,14 @@ class Union:
     paths: list[float] = field(default_factory=lambda: [1.0])
     selected: list[int] = field(default_factory=lambda: [0])
 
-    def add(self, source: int, proposal: Proposal) -> None:
-        """Adds a source's proposal for this row."""
-        token_ids, parents, logprobs = proposal.token_ids, proposal.parents, proposal.logprobs
+    def add(
+        self, source: int, token_ids: list[int], parents: list[int], valid: list[int], logprobs: list[float] | None
+    ) -> None:
+        """Adds the tree that a source proposes for this row, see `DraftTree.read`."""
         union_node = [0] * len(token_ids)
         own = self.own[source] = {0: 0}
         for number in range(1, len(token_ids)):
-            if not proposal.valid[number]:
+            if not valid[number]:
                 continue
             parent, token = union_node[parents[number]], token_ids[number]
             stated = UNSTATED
@@ -244,9 +230,9 @@ class MergedGenerator(TreeCandidateGenerator):
                 continue
             start = time.perf_counter()
             self.trees[index] = tree = self.sources[index].draft(greedy)
-            for union, proposal, active in zip(self.unions, Proposal.of_rows(tree), context.active, strict=True):
+            for union, proposed, active in zip(self.unions, tree.read(), context.active, strict=True):
                 if active:
-                    union.add(index, proposal)
+                    union.add(index, *proposed)
                     union.estimate(self.knowledge.calibration)
             before, expected = expected, self._expected(budget, context.active)
             self.expected[index] = before, expected

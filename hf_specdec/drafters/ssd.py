@@ -243,7 +243,7 @@ class SSDGenerator(TreeCandidateGenerator):
             self.seconds["draft"].append(time.perf_counter() - began)
         else:
             self.rows = found
-        has_logprobs = all(row.logprobs is not None for row in self.rows)
+        has_logprobs = all(row.logprobs is not None for row in self.rows)  # otherwise no row may have them
         tree = DraftTree.from_lists(
             [row.token_ids for row in self.rows],
             [row.parents for row in self.rows],
@@ -267,8 +267,6 @@ class SSDGenerator(TreeCandidateGenerator):
             if tree is None and context.active[row]:
                 return None
             rows.append(RowTree([context.texts[row][-1]], [-1], None) if tree is None else tree)
-        if any(row.logprobs is None for row in rows):  # then no row may have them
-            rows = [replace(row, logprobs=None) for row in rows]
         self.num_foreseen += 1
         return rows
 

@@ -79,4 +79,5 @@ def test_the_command_prints_a_table_per_number_of_nodes_and_one_of_contexts(
     assert paper.main(["--shape", "tiny", "--contexts", "512", "1024", "--nodes", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     named = [line.split("|")[1].strip() for line in lines if line.startswith("|") and "---" not in line]
-    assert named == ["part", *PARTS, "round", "floor", "context", "512", "1,024"]
+    of_acceptance = ["acceptance", "all nodes at once", "one node per level"]
+    assert named == ["part", *PARTS, "round", "floor", "context", "512", "1,024", *of_acceptance]

@@ -84,7 +84,9 @@ class Replaying:
             lasting |= workspace.persistent_storages
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
-        self.outputs = tuple(output.clone() for output in forward())
+        outputs = forward()
+        with torch.inference_mode(False):  # as those of `CudaGraph`
+            self.outputs = tuple(map(torch.empty_like, outputs))
 
     def replay(self) -> None:
         Replaying.replays += 1
@@ -164,6 +166,19 @@ def test_later_calls_reuse_what_earlier_ones_captured() -> None:
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
     # The cache that was handed back is the caller's: no later call writes to it.
     assert_same_cache(first.past_key_values, alone.past_key_values)
+
+
+@pytest.mark.parametrize("method", EARLY)
+def test_what_a_call_in_inference_mode_captured_serves_calls_outside_of_it(method: str) -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = compiling(METHODS[method](target))
+    with torch.inference_mode():
+        target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    made = Replaying.made
+    output = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert output.sequences.tolist() == alone.sequences.tolist()
+    assert Replaying.made == made
 
 
 def test_graphs_of_a_model_share_a_memory_pool() -> None:

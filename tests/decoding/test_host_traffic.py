@@ -148,6 +148,22 @@ def test_auto_compiles_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert text.tolist() == alone.tolist()
 
 
+@pytest.mark.parametrize("method", ["ddtree", "eagle3"])
+def test_a_captured_call_may_follow_one_in_another_stream(method: str, host: type[stand_in.Host]) -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    drafter, prompts = placed(method, target), on_device(prompts)
+    drafter.set_options(compile_mode="reduce-overhead")
+    streams = [torch.cuda.Stream("cuda:0") for _ in range(2)]
+    for stream in streams:  # they wait for the weights and the prompt, and not for each other
+        stream.wait_stream(torch.cuda.current_stream("cuda:0"))
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            text = target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+            assert text.tolist() == alone.tolist()
+        host.seen.clear()  # as if the host had read nothing at the end of the call
+
+
 @pytest.mark.by_the_clock
 @pytest.mark.parametrize("method", ["ddtree", "eagle3"])
 def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_launched(
@@ -364,6 +380,19 @@ def test_a_copy_from_another_device_than_the_current_one_arrives_before_it_is_re
     for device in ("cuda:0", "cuda:1"):
         copy = ToHost(torch.arange(3).to(device))
         assert copy.tolist() == [0, 1, 2]
+
+
+def test_a_planted_use_in_a_stream_that_has_not_waited_fails(
+    host: type[stand_in.Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside(outputs: Tensor) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(outputs.device)):
+            outputs.sum()
+
+    target, drafter = spoilt(beside, monkeypatch)
+    prompts = on_device(PROMPTS["batch of one"]())
+    with pytest.raises(RuntimeError, match="used in a stream that has not waited"):
+        target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
 
 
 def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(

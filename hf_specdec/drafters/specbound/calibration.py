@@ -13,7 +13,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.devices import wait_for
+from hf_specdec.decoding.devices import seconds_of
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.fingerprint import local_tokenizer
@@ -240,25 +240,15 @@ def measure_times(
         return chain.advance(layers)
 
     layer_s = {
-        nodes: _seconds(functools.partial(run, nodes, slices.num_layers), target.device) / slices.num_layers
+        nodes: seconds_of(functools.partial(run, nodes, slices.num_layers), target.device) / slices.num_layers
         for nodes in sorted({1, 2, widest // 2, widest} - {0})
     }
     state = run(1, 1)
     head_s = {
-        layer: _seconds(lambda: rule.confidence(drafter.exit_logits(layer, state, slices))[0].tolist(), target.device)  # noqa: B023
+        layer: seconds_of(lambda: rule.confidence(drafter.exit_logits(layer, state, slices))[0].tolist(), target.device)  # noqa: B023
         for layer, rule in drafter.exit_rules(drafter.config.exit_layers).items()
     }
     return Times(layer_s, head_s, max(0.0, token_s - slices.num_layers * layer_s[1]))
-
-
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
-    seconds = []
-    for _ in range(repeats + 2):
-        started = time.perf_counter()
-        run()
-        wait_for(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[2:])
 
 
 def _share_and_accuracy(exits: np.ndarray, right: np.ndarray) -> tuple[float, float]:

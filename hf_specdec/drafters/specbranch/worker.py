@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.accept import DrawnCandidates
-from hf_specdec.decoding.devices import abilities, wait_for
+from hf_specdec.decoding.devices import abilities, seconds_of
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
@@ -140,26 +138,10 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, min(self.threads_before, cores - self.options.worker_threads)))
 
-    @contextmanager
-    def _cores(self, num_threads: int | None) -> Iterator[None]:
-        """In this context the target runs in so many threads; None for no change."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(num_threads or before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
         """T_p: the median time of a verification of a few nodes. Nothing is committed."""
         tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
-        seconds = []
-        for _ in range(repeats + 1):  # the first one is a warm-up
-            began = time.perf_counter()
-            self.target.verify(tree, context.root_positions)
-            wait_for(self.device)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[1:])
+        return seconds_of(functools.partial(self.target.verify, tree, context.root_positions), self.device, repeats)
 
     def _signals(self, context: DraftContext, drafting: BranchDrafting) -> list[Signals]:
         batch = len(context.lengths)
@@ -195,8 +177,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         has_drafted, self.has_drafted = self.has_drafted, False
         if self.drafting is not None and not has_drafted:  # a round that skips drafting, with all cores
             self._call(self.drafting.skip, self.emitted, self.signals)
-            with self._cores(self.threads_before):
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads_before or before)
+            try:
                 return target.verify(tree, state.root_positions)
+            finally:
+                torch.set_num_threads(before)
         if self.thread is None or self.drafting is None:
             return target.verify(tree, state.root_positions)
         verify = functools.partial(target.verify, tree, state.root_positions)
@@ -245,9 +231,4 @@ class SpecBranchGenerator(TreeCandidateGenerator):
                 torch.set_num_threads(self.threads_before)
 
     def _to_target_device(self, draft_probs: Tensor | None) -> Tensor | None:
-        """Copies distributions from the draft model's device and stream to the target's."""
-        if draft_probs is None:
-            return None
-        if draft_probs.is_cuda:
-            draft_probs.record_stream(torch.cuda.current_stream(draft_probs.device))
-        return draft_probs.to(self.device)
+        return None if draft_probs is None else draft_probs.to(self.device)
