@@ -866,7 +866,7 @@ def test_second_call_at_the_same_time_is_not_captured() -> None:
     workspace = graphs.workspace_of(target, torch.device("cpu"), "reduce-overhead")
     assert workspace is not None
     owner = TargetModel(target)
-    assert workspace.claim(owner)
+    assert workspace.claim(owner, target)
     prompts = PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     assisted = target.generate(**prompts, **GREEDY, assistant_model=compiling(right_for(2, alone.sequences)))
