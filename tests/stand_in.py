@@ -127,8 +127,9 @@ class Event:
 
 
 def _merge(seen: dict[Stream, int], other: dict[Stream, int]) -> None:
-    for stream, number in list(other.items()):
-        seen[stream] = max(number, seen.get(stream, 0))
+    with Host.lock:
+        for stream, number in other.items():
+            seen[stream] = max(number, seen.get(stream, 0))
 
 
 class Cuda:
@@ -194,14 +195,17 @@ class Cuda:
             RuntimeError: the stream has not waited for the operation that has written what this one reads.
         """
         stream = cls.current_stream(device)
-        stream.follow(Host.seen)
-        stream.seen[stream] += 1
-        for part in read:
-            writer, number = cls.written.get(part.untyped_storage().data_ptr(), (stream, 0))
-            if number > stream.seen.get(writer, 0):
-                raise RuntimeError("A tensor is used in a stream that has not waited for the one that has written it")
-        for part in write:
-            cls.written[part.untyped_storage().data_ptr()] = stream, stream.seen[stream]
+        with Host.lock:  # threads may share a stream
+            stream.follow(Host.seen)
+            stream.seen[stream] += 1
+            for part in read:
+                writer, number = cls.written.get(part.untyped_storage().data_ptr(), (stream, 0))
+                if number > stream.seen.get(writer, 0):
+                    raise RuntimeError(
+                        "A tensor is used in a stream that has not waited for the one that has written it"
+                    )
+            for part in write:
+                cls.written[part.untyped_storage().data_ptr()] = stream, stream.seen[stream]
 
 
 def _index(device: Any) -> int:
