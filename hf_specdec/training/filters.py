@@ -1,22 +1,23 @@
 """Which written answers are worth training on: without loops, empty answers and near duplicates.
 
-A row that repeats itself teaches a drafter little, and makes it look better in training than it is in decoding.
+Text that repeats itself teaches a drafter little, and makes it look better in training than it is in decoding.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 LOOP, MOST_REPEATS = 8, 3  # an answer loops if one sequence of 8 tokens occurs more than 3 times
+SHORTEST = 16  # an answer that loops is cut at its first repetition; with fewer tokens before it is left out
 SHARED = 13  # tokens; the length of sequences that rows are compared by
 MOST_SHARED = 0.5  # a row is a near duplicate if more of its sequences occur in rows before it
 
 
 def useful_answers(
     answers: Iterable[dict[str, Any]], held_out: Iterable[Sequence[int]] = ()
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
+) -> tuple[list[dict[str, Any]], dict[str, int], int]:
     """The answers to train on, and how many of the others there are, by reason.
 
     Args:
@@ -24,32 +25,48 @@ def useful_answers(
         held_out: token ids of texts that training must not see; a row with 13 tokens of one in sequence is left out.
 
     Returns:
-        the rows, in order; the number of rows left out as "empty", "loop", "held_out" and "near_duplicate".
+        the rows, in order, cut where they begin to loop; the number of rows left out as "empty", "loop", "held_out" and
+        "near_duplicate"; the number of rows that were cut.
 
     Example:
         >>> rows = [{"prompt_ids": [1], "answer_ids": [5, 6, 7]}, {"prompt_ids": [1], "answer_ids": [2] * 40}]
-        >>> kept, dropped = useful_answers(rows)
-        >>> kept == rows[:1], dropped
-        (True, {'loop': 1})
+        >>> kept, dropped, num_cut = useful_answers(rows)
+        >>> kept == rows[:1], dropped, num_cut
+        (True, {'loop': 1}, 0)
     """
-    kept, dropped, seen = [], Counter[str](), set[int]()
+    kept, dropped, seen, num_cut = [], Counter[str](), set[int](), 0
     forbidden = {each for ids in held_out for each in _sequences(ids, SHARED)}
     for row in answers:
+        start = loop_start(row["answer_ids"])
+        if start is not None and start >= SHORTEST:
+            row = row | {"answer_ids": row["answer_ids"][:start], "ended": False}
         own = [*_sequences([*row["prompt_ids"], *row["answer_ids"]], SHARED)]
         reason = _reason(row["answer_ids"], own, seen, forbidden)
         if reason is None:
             kept.append(row)
+            num_cut += start is not None
             # Sequences of the prompt alone are left out: later turns and other temperatures share it.
             seen.update(_sequences(row["answer_ids"], SHARED))
         else:
             dropped[reason] += 1
-    return kept, dict(dropped)
+    return kept, dict(dropped), num_cut
+
+
+def loop_start(token_ids: Sequence[int]) -> int | None:
+    """Where the second occurrence begins of the sequence by which a text loops; None if it does not loop."""
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for start in range(len(token_ids) - LOOP + 1):
+        found = places[tuple(token_ids[start : start + LOOP])]
+        found.append(start)
+        if len(found) > MOST_REPEATS:
+            return found[1]
+    return None
 
 
 def _reason(answer: Sequence[int], own: Sequence[int], seen: Collection[int], forbidden: Collection[int]) -> str | None:
     if len(answer) < 2:  # nothing but the end of the text
         return "empty"
-    if max(Counter(_sequences(answer, LOOP)).values(), default=0) > MOST_REPEATS:
+    if loop_start(answer) is not None:  # from the beginning: it was not cut
         return "loop"
     if any(each in forbidden for each in own):
         return "held_out"
