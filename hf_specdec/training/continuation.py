@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdec.decoding.attention import tree_attention, usable
-from hf_specdec.training.filters import LOOP, loop_start
+from hf_specdec.training.filters import LOOP, before_loop
 
 GROWTH = 128  # entries by which a buffer grows
 LEAVE_SHARE = 1 / 16  # of the batch: as many ended rows leave together, because leaving copies the cache
@@ -119,7 +119,7 @@ def continuations(
             text = written[row]
             if row not in ended:
                 text.append(token)
-                loops = len(text) % LOOP == 0 and loop_start(text) is not None
+                loops = len(text) % LOOP == 0 and len(before_loop(text)) < len(text)
                 if token in ends or len(text) == room[row] or loops:
                     ended.add(row)
                 else:

@@ -105,7 +105,7 @@ class ConversationSource(Source):
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
             processes.print(
                 f"{len(written) - len(answers):,} of {len(written):,} rows are not trained on: {reasons}; {num_cut:,} "
-                "are cut where they begin to loop"
+                "are cut where they loop"
             )
         # All turns of a conversation, and its answers at other temperatures, are in the same split.
         openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]

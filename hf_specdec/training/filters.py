@@ -5,12 +5,11 @@ Text that repeats itself teaches a drafter little, and makes it look better in t
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 LOOP, MOST_REPEATS = 8, 3  # an answer loops if one sequence of 8 tokens occurs more than 3 times
-SHORTEST = 16  # an answer that loops is cut at its first repetition; with fewer tokens before it is left out
 SHARED = 13  # tokens; the length of sequences that rows are compared by
 MOST_SHARED = 0.5  # a row is a near duplicate if more of its sequences occur in rows before it
 
@@ -25,26 +24,27 @@ def useful_answers(
         held_out: token ids of texts that training must not see; a row with 13 tokens of one in sequence is left out.
 
     Returns:
-        the rows, in order, cut where they begin to loop; the number of rows left out as "empty", "loop", "held_out" and
+        the rows, in order, cut where they loop; the number of rows left out as "empty", "held_out" and
         "near_duplicate"; the number of rows that were cut.
 
     Example:
-        >>> rows = [{"prompt_ids": [1], "answer_ids": [5, 6, 7]}, {"prompt_ids": [1], "answer_ids": [2] * 40}]
+        >>> rows = [{"prompt_ids": [1], "answer_ids": ids} for ids in ([5, 6, 7], [4], [2] * 40)]
         >>> kept, dropped, num_cut = useful_answers(rows)
-        >>> kept == rows[:1], dropped, num_cut
-        (True, {'loop': 1}, 0)
+        >>> [len(row["answer_ids"]) for row in kept], dropped, num_cut
+        ([3, 10], {'empty': 1}, 1)
     """
     kept, dropped, seen, num_cut = [], Counter[str](), set[int](), 0
     forbidden = {each for ids in held_out for each in _sequences(ids, SHARED)}
     for row in answers:
-        start = loop_start(row["answer_ids"])
-        if start is not None and start >= SHORTEST:
-            row = row | {"answer_ids": row["answer_ids"][:start], "ended": False}
+        text = before_loop(row["answer_ids"])
+        loops = len(text) < len(row["answer_ids"])
+        if loops:
+            row = row | {"answer_ids": text, "ended": False}
         own = [*_sequences([*row["prompt_ids"], *row["answer_ids"]], SHARED)]
         reason = _reason(row["answer_ids"], own, seen, forbidden)
         if reason is None:
             kept.append(row)
-            num_cut += start is not None
+            num_cut += loops
             # Sequences of the prompt alone are left out: later turns and other temperatures share it.
             seen.update(_sequences(row["answer_ids"], SHARED))
         else:
@@ -52,22 +52,20 @@ def useful_answers(
     return kept, dict(dropped), num_cut
 
 
-def loop_start(token_ids: Sequence[int]) -> int | None:
-    """Where the second occurrence begins of the sequence by which a text loops; None if it does not loop."""
-    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for start in range(len(token_ids) - LOOP + 1):
-        found = places[tuple(token_ids[start : start + LOOP])]
-        found.append(start)
-        if len(found) > MOST_REPEATS:
-            return found[1]
-    return None
+def before_loop(token_ids: Sequence[int]) -> Sequence[int]:
+    """A text up to the token that completes a sequence of 8 tokens for the fourth time; all of it if there is none."""
+    counts = Counter[tuple[int, ...]]()
+    for end in range(LOOP, len(token_ids) + 1):
+        sequence = tuple(token_ids[end - LOOP : end])
+        counts[sequence] += 1
+        if counts[sequence] > MOST_REPEATS:
+            return token_ids[: end - 1]
+    return token_ids
 
 
 def _reason(answer: Sequence[int], own: Sequence[int], seen: Collection[int], forbidden: Collection[int]) -> str | None:
     if len(answer) < 2:  # nothing but the end of the text
         return "empty"
-    if loop_start(answer) is not None:  # from the beginning: it was not cut
-        return "loop"
     if any(each in forbidden for each in own):
         return "held_out"
     sequences = [*_sequences(answer, SHARED)]
