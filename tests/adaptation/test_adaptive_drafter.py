@@ -91,6 +91,7 @@ def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, draf
     assert len(adaptive.adaptation.updates) == 2
 
 
+@pytest.mark.slow
 def test_learning_makes_the_same_stream_accepted_more(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(3) * 14
     settings: dict[str, Any] = {"policy": AlwaysUpdate(3), "fail_safe": FailSafe(window_queries=100)}

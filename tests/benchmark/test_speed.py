@@ -105,6 +105,7 @@ def test_draft_model_errs_as_often_as_told() -> None:
     assert sorted(said.tolist()) == list(range(512))
 
 
+@pytest.mark.slow
 def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "12"]
@@ -236,6 +237,7 @@ def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
         assert low <= 159 / len(rounds) <= high  # the last token is not drafted for
 
 
+@pytest.mark.slow
 def test_stock_dflash_has_its_row_where_transformers_has_it() -> None:
     small = ["--device", "cpu", "--contexts", "32", "--new-tokens", "12", "--repeats", "1"]
     small += ["--compile-backend", "eager"]  # building kernels takes minutes

@@ -78,7 +78,6 @@ def assert_few_waits(rounds: list[list[str]], most: int = 1) -> None:
     assert all(len(seen) <= most + 1 for seen in later), rounds
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
@@ -95,7 +94,6 @@ def test_a_round_waits_once_and_mixes_no_devices(method: str, batch: str, place:
             assert_few_waits(rounds, READS.get(method, 1))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
@@ -159,7 +157,6 @@ def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_la
     assert_few_waits([[wait for wait in each if "event" in wait] for each in rounds], most=2)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("compile_mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("method", [*EARLY, "medusa_static"])
 def test_rounds_wait_once_too_when_rows_are_dropped(
@@ -191,7 +188,6 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -262,7 +258,6 @@ def test_a_call_begins_with_room_for_few_tokens(capacity: int) -> None:
     assert target.cache.capacity == min(capacity, 3 + 512)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_target_that_is_spread_over_two_devices(method: str, host: type[stand_in.Host]) -> None:
     hooks = pytest.importorskip("accelerate.hooks")

@@ -342,6 +342,7 @@ def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     assert record["settings"]["mask_token_id"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["text", "target"])
 def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:
     train("--steps", "2", "--output", "drafter")
@@ -375,7 +376,7 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["they start", "they write"])
 def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Path) -> None:
     program = (
@@ -424,7 +425,6 @@ ALONE_OF_NO_USE = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "gemma4", "llama4", "mamba2", "nemotron-h", "bloom"])
 @pytest.mark.parametrize("method", ["causal_lm", "dflash", "eagle3", "specblock"])
 def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, family: str, place: Path) -> None:

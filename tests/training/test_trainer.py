@@ -91,6 +91,7 @@ def test_short_run_lowers_the_loss_raises_acceptance_and_leaves_the_target_alone
         assert torch.equal(parameter, weights[name]), name
 
 
+@pytest.mark.slow
 @every_method
 def test_resumed_run_ends_with_the_same_weights(target, tmp_path, make):
     straight = make_trainer(target, tmp_path / "straight", make, steps=8)
