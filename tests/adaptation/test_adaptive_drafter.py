@@ -247,6 +247,7 @@ def fail_in_updates(adaptive: AdaptiveDrafter, fail: Callable[[], None]) -> Remo
     return learning.register_forward_pre_hook(lambda module, inputs: fail())
 
 
+@pytest.mark.slow
 def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(2)
     settings: dict[str, Any] = {
@@ -479,6 +480,7 @@ def test_a_revert_while_an_update_fails_brings_the_good_weights_back(
     adaptive.close()
 
 
+@pytest.mark.slow
 def test_the_anchor_pulls_towards_the_drafter_of_before(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream, apart = prompts(2) * 6, []
     for weight in (0.0, 100.0):

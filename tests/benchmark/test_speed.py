@@ -22,6 +22,7 @@ from hf_specdec.benchmark.variants import BUNDLED
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
+@pytest.mark.slow
 def test_target_counts_and_scripted_drafts_are_right_as_often_as_told() -> None:
     target = counting_target("tiny", "cpu", torch.float32)
     prompt = torch.arange(10).unsqueeze(0) + torch.tensor([[0], [400]])

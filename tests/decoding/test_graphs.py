@@ -242,6 +242,7 @@ def test_usual_budgets_are_captured_without_padding(budget: int) -> None:
     assert budget in graphs.DRAFT_SIZES  # the table from which policies choose
 
 
+@pytest.mark.slow
 def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CAPTURED", 2)
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()

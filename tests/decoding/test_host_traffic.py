@@ -134,6 +134,7 @@ def test_auto_compiles_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert text.tolist() == alone.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.by_the_clock
 @pytest.mark.parametrize("method", ["ddtree", "eagle3"])
 def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_launched(
@@ -188,6 +189,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 @pytest.mark.parametrize("batch", PROMPTS)

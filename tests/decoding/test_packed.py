@@ -299,6 +299,7 @@ def test_layers_that_compute_their_weight_are_not_packed(target: PreTrainedModel
     assert torch.equal(generate(target, drafter), generate(target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forward", "compile()", "a layer", "a module wrapped by torch.compile"])
 def test_a_compiled_forward_is_not_traced_with_copies(target: PreTrainedModel, how: str, multiplied: list[int]) -> None:
     torch._dynamo.reset()

@@ -331,6 +331,7 @@ def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
     assert (line in capsys.readouterr().out) == (not options)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     place: Path, trial_finds: Callable[[bool], None]
 ) -> None:
@@ -367,6 +368,7 @@ def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place:
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(place: Path) -> None:
     train("--steps", "2", "--output", "drafter")
     write_text(place, first=3)

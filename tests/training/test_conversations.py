@@ -97,6 +97,7 @@ def test_every_recipe_is_tried() -> None:
     assert set(SHAPES) == set(RECIPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SHAPES)
 def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) -> None:
     main(arguments(method))

@@ -194,6 +194,7 @@ def test_importing_hf_specdec_imports_no_training():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_part_without_a_gradient_in_the_whole_run_is_an_error(target, tmp_path):
     trainer = make_trainer(target, tmp_path, steps=2)
     trainer.model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
