@@ -3,7 +3,8 @@
     python examples/accepted_lengths.py --target "$(python examples/smollm2.py)" \
         --prompts examples/smollm2-135m/held_out.jsonl --limit 16 --drafter ngram suffix token-recycling
 
-Drafters are written as for `hf-specdec bench`, with options. Every round drafts, whether that pays here or not.
+Drafters are written as for `hf-specdec bench`, with options. Every round drafts, whether that pays here or not. With
+--judge the output is not the target's own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from harness import about, load_inputs, load_target, mean_acceptance_length, table_of, wide_console, write_json
 
 from hf_specdec.benchmark.variants import distinct, load
+from hf_specdec.decoding.relaxed import Judge
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.ssd import SSDDrafter
+from hf_specdec.drafters.vocabulary import frequent_token_ids
+from hf_specdec.training.chat import read_answers
 
 
 def main() -> None:
@@ -30,6 +34,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--foresee", type=int, help="wrap the drafters in ssd, which verifies so many of their nodes")
     parser.add_argument("--fan-out", type=int, default=4, help="outcomes that ssd prepares")
+    parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="draft only the most frequent tokens")
+    parser.add_argument("--answers", type=Path, help="of `hf-specdec write`, in which --draft-vocab counts the tokens")
+    parser.add_argument("--judge", type=Path, help="accept by this judge, a file of Judge.save")
     parser.add_argument("--dtype", help="of the target; default: float32, on CUDA bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -38,6 +45,13 @@ def main() -> None:
     inputs = load_inputs(tokenizer, arguments.prompts)
     inputs = inputs[:: max(1, len(inputs) // arguments.limit)][: arguments.limit]
     variants = distinct(variant for spec in arguments.drafter for variant in load(spec, model) if variant.leads)
+    for drafter in {id(variant.drafter): variant.drafter for variant in variants}.values():
+        assert drafter is not None
+        if arguments.judge:
+            drafter.acceptance = Judge.load(arguments.judge)
+        if arguments.draft_vocab:
+            texts = [row["messages"][-1]["content"] for row in read_answers(arguments.answers)]
+            drafter.restrict_vocabulary(frequent_token_ids(texts, tokenizer, arguments.draft_vocab))
     if arguments.foresee:
         variants = [
             replace(

@@ -4,13 +4,15 @@
     python examples/adapt_drafter.py --num-blocks 3 --tree-budget 15 --poison --policies "cost-aware bandit"
 
 The bundled drafter was trained on Python functions; here it serves a stream of C++ headers, those that come with torch.
-Every policy starts from the same weights: no learning, the cost-aware bandit of SpecBlock, and an update every eight
-queries regardless of its cost. The policies take turns, `--turn` queries each, so that other load on the machine slows
-all of them alike; a turn ends when its updates have ended, so that none runs during another's turn. The output is
-always the target's own. One torch thread serves, so that updates can use another core.
+Every policy starts from the same weights: no learning, the cost-aware bandit of SpecBlock, an update every eight
+queries regardless of its cost (OSD), and ATLAS: the bandit's drafter merged with a static one. The policies take turns,
+`--turn` queries each, so that other load on the machine slows all of them alike; a turn ends when its updates have
+ended, so that none runs during another's turn. The output is always the target's own. One torch thread serves, so that
+updates can use another core.
 
 Passages differ in how well they can be drafted, so "before" and "after" are the frozen and the adapted drafter on the
-same text: the last quarter of the stream, and passages that were not in it, served at the end without learning.
+same text: the last quarter of the stream, and passages that were not in it, served at the end without learning, and
+without the static drafter of ATLAS.
 
 With `--poison` the feedback is wrong from a third of the stream on: whatever is drafted, the learner gets one and the
 same token as the target's. This ends when the fail-safe has restored good weights; then the feedback is correct again.
@@ -42,9 +44,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
 from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafters.merged import MergedDrafter
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
-POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
+ATLAS = "ATLAS"
+POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate, ATLAS: CostAwareBandit}
 
 RECORDS = {False: "adaptation", True: "poisoned adaptation"}  # where the figures are in a drafter's training record
 
@@ -74,12 +78,17 @@ class Pass:
         options = {option: value for option, value in options.items() if value is not None}
         self.drafter = load_drafter(arguments.drafter, target=model, **options)
         self.adaptive: AdaptiveDrafter | None = None
+        self.assistant: Any = self.drafter
         policy = POLICIES[name]
         if policy is not None:
             kind = Poisoned if arguments.poison else AdaptiveDrafter
             self.adaptive = kind(model, self.drafter, policy=policy())
             if isinstance(self.adaptive, Poisoned):
                 self.adaptive.first_poisoned = arguments.queries // 3
+            self.assistant = self.adaptive
+            if name == ATLAS:
+                static = load_drafter(arguments.drafter, target=model, **options)
+                self.assistant = MergedDrafter(static, self.adaptive, tree_budget=options.get("tree_budget", "auto"))
         self.tokens: list[list[int]] = []
         self.rounds: list[int] = []
         self.accepted: list[int] = []
@@ -95,7 +104,7 @@ class Pass:
     def turn(self, prompts: list[torch.Tensor]) -> None:
         started = time.perf_counter()
         for prompt in prompts:
-            tokens, rounds, accepted = self.serve(prompt, self.adaptive or self.drafter)
+            tokens, rounds, accepted = self.serve(prompt, self.assistant)
             self.tokens.append(tokens)
             self.rounds.append(rounds)
             self.accepted.append(accepted)
@@ -178,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(BUNDLED / "target"))
     parser.add_argument("--drafter", default=str(BUNDLED / "specblock"))
+    parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--num-blocks", type=int, help="blocks of a round; default: the drafter's own")
     parser.add_argument("--tree-budget", type=int, help="default: the drafter's own")
     parser.add_argument("--queries", type=int, default=240)
@@ -200,7 +210,7 @@ def main() -> None:
         torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype).to(device).eval()
     prompts = header_prompts(tokenizer, arguments.queries + arguments.held_out, arguments.prompt_tokens)
     stream, held_out = prompts[: arguments.queries], prompts[arguments.queries :]
 

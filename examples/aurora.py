@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(BUNDLED / "target"))
     parser.add_argument("--drafter", default=str(BUNDLED / "specblock"))
+    parser.add_argument("--dtype", help="of the target; default: float32, on CUDA bfloat16")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -76,7 +77,7 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    model, tokenizer = load_target(arguments.target)
+    model, tokenizer = load_target(arguments.target, arguments.dtype)
     prompts = {
         topic: passages(tokenizer, pattern, 400, arguments.prompt_tokens, seed)
         for seed, (topic, pattern) in enumerate(TOPICS.items())

@@ -301,6 +301,7 @@ SOURCES = sorted(path for folder in ("hf_specdec", "tests", "examples") for path
 NAMES_ELSEWHERE = {"CandidateGenerator", "accuracy_2", "accuracy_layer_4", "create_commit", "torchrun"}
 
 
+@pytest.mark.slow
 def test_names_in_docstrings_and_comments_exist() -> None:
     known, said = {*NAMES_ELSEWHERE, "py", *(part for path in SOURCES for part in (path.stem, *path.parts))}, []
     for path in SOURCES:

@@ -41,7 +41,6 @@ def drafts(target: Any, drafter: Drafter, **settings: Any) -> bool:
     return drafter.stats is not None
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_models_own_generate_drafts_until_detached_and_the_model_can_be_freed(method: str) -> None:
     target = fresh_target("llama", "sdpa")

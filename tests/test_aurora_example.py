@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,6 +29,7 @@ def run(*command: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_trainer_publishes_what_then_serves(tmp_path: Path) -> None:
     target: Any = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
@@ -50,6 +52,7 @@ def test_the_trainer_publishes_what_then_serves(tmp_path: Path) -> None:
     assert record["adapted"] == "1 of 1 publications of another process in 5 calls"
 
 
+@pytest.mark.slow
 def test_the_example_serves_the_targets_output_and_draws_both_drafters(tmp_path: Path) -> None:
     told = run(
         str(ROOT / "examples/aurora.py"), "--minutes", "0.05", "--new-tokens", "12", "--prompt-tokens", "16",

@@ -211,6 +211,7 @@ def test_target_of_links_is_loaded(target: PreTrainedModel, tmp_path: Path) -> N
     assert main([*arguments, "--device", "cpu"]) == 0
 
 
+@pytest.mark.slow
 def test_no_progress_bars_are_written_to_a_pipe(target: PreTrainedModel, drafter: Path) -> None:
     pair = [str(drafter.parent / "target"), str(drafter), "--prompt", "hello", "--max-new-tokens", "2"]
     command = [sys.executable, "-m", "hf_specdec.cli", "generate", *pair, "--device", "cpu"]
@@ -219,6 +220,7 @@ def test_no_progress_bars_are_written_to_a_pipe(target: PreTrainedModel, drafter
     assert done.stderr.startswith("ddtree: "), "only the statistics"
 
 
+@pytest.mark.slow
 def test_characters_that_an_ascii_terminal_cannot_print_are_escaped(drafter: Path) -> None:
     config = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps(config | {"target_name_or_path": "owner/größer\x1b[2J"}))
@@ -287,6 +289,7 @@ def test_a_missing_package_is_reported_in_one_line(
     assert "the package datasets, which is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_closed_output_pipe_ends_the_command_without_a_message(drafter: Path) -> None:
     command = [sys.executable, "-m", "hf_specdec.cli", "inspect", str(drafter), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

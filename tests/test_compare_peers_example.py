@@ -15,6 +15,7 @@ from tests.targets import make_target, tiny_tokenizer
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_installed_are_left_out_and_named(tmp_path: Path) -> None:
     for name, layers in (("target", 4), ("draft-lm", 2)):
         make_target("llama", "sdpa", torch.float32, num_hidden_layers=layers).save_pretrained(tmp_path / name)

@@ -120,8 +120,8 @@ def test_options_of_printed_commands_are_those_of_the_command(capsys: pytest.Cap
     known = {}
     for name in {name for name, _ in printed}:
         # These have options of their own.
-        more = {"bench": ["--suite", "speed"], "train": ["--method", "specbound"]}
-        for suite in ([], *([more[name]] if name in more else [])):
+        more = {"bench": ["--suite=speed"], "train": ["--method=specbound", "--method=medusa"]}
+        for suite in ([], *([option] for option in more.get(name, []))):
             with pytest.raises(SystemExit):
                 main([name, *suite, "--help"])
         known[name] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))

@@ -226,7 +226,6 @@ def test_peft_lora_target_generates_its_own_tokens() -> None:
         assert adapted.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_row_keeps_its_own_adapter_when_others_have_finished(method: str) -> None:
     peft = pytest.importorskip("peft")
@@ -260,7 +259,6 @@ class OverridesGenerate(LlamaForCausalLM):
         return super().generate(*args, **kwargs)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_target_class_that_overrides_generate_works(method: str) -> None:
     stock, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -318,7 +316,6 @@ def test_no_gradients_are_recorded() -> None:
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == output.sequences.tolist()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", FREE)
 def test_one_drafter_serves_targets_and_batches_in_turn(method: str) -> None:
     first, second = make_target("llama", "sdpa"), make_target("llama", "eager", torch.float32, 5)

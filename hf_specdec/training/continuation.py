@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdec.decoding.attention import tree_attention, usable
+from hf_specdec.training.filters import LOOP, before_loop
 
 GROWTH = 128  # entries by which a buffer grows
 LEAVE_SHARE = 1 / 16  # of the batch: as many ended rows leave together, because leaving copies the cache
@@ -89,7 +90,7 @@ def continuations(
     ends: Set[int],
     at_once: int,
 ) -> list[list[int]]:
-    """Continues each prompt until a token of `ends`, or as far as its room allows.
+    """Continues each prompt until a token of `ends`, as far as its room allows, or until it loops.
 
     Args:
         model: the target.
@@ -106,6 +107,7 @@ def continuations(
     temperature = torch.tensor(temperatures, device=model.device)
     written: list[list[int]] = [[] for _ in prompts]
     waiting = deque(range(len(prompts)))
+    ended: set[int] = set()
     batch = _Batch(model)
     while waiting or batch.rows:
         if waiting and len(batch.rows) < at_once and (batch.takes_more or not batch.rows):
@@ -114,9 +116,13 @@ def continuations(
         chosen = choose(batch.logits, temperature[batch.rows], draw)
         running = []
         for index, (row, token) in enumerate(zip(batch.rows, chosen.tolist(), strict=True)):
-            if not _ended(written[row], room[row], ends):
-                written[row].append(token)
-                if not _ended(written[row], room[row], ends):
+            text = written[row]
+            if row not in ended:
+                text.append(token)
+                loops = len(text) % LOOP == 0 and len(before_loop(text)) < len(text)
+                if token in ends or len(text) == room[row] or loops:
+                    ended.add(row)
+                else:
                     running.append(index)
         leaving = len(batch.rows) - len(running)
         if leaving >= max(1, LEAVE_SHARE * len(batch.rows)):
@@ -125,10 +131,6 @@ def continuations(
         if batch.rows:
             batch.step(chosen)
     return written
-
-
-def _ended(text: Sequence[int], room: int, ends: Set[int]) -> bool:
-    return bool(text) and (text[-1] in ends or len(text) == room)
 
 
 class _Batch:

@@ -100,10 +100,13 @@ class ConversationSource(Source):
         processes.wait_for_everyone()
         order = [folders.index(place[source if source in place else str(Path(source))]) for source in self.sources]
         written = [row | {"folder": index} for index, folder in enumerate(folders) for row in read_answers(folder)]
-        answers, dropped = useful_answers(written, self.excluded)
-        if dropped:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-            processes.print(f"{len(written) - len(answers):,} of {len(written):,} rows are not trained on: {reasons}")
+        answers, dropped, num_cut = useful_answers(written, self.excluded)
+        if dropped or num_cut:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+            processes.print(
+                f"{len(written) - len(answers):,} of {len(written):,} rows are not trained on: {reasons}; {num_cut:,} "
+                "are cut where they loop"
+            )
         # All turns of a conversation, and its answers at other temperatures, are in the same split.
         openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]
         held_out_openings = set(list(dict.fromkeys(openings))[::HELD_OUT])
@@ -124,6 +127,7 @@ class ConversationSource(Source):
         record = {
             "rows_written_by_target": len(written),
             "rows_left_out": dropped,
+            "rows_cut_at_a_loop": num_cut,
             "tokens_written_by_target": sum(len(row["answer_ids"]) for row in answers),
             "share_of_rows_that_end": round(ended, 3),
             **({} if self.mix is None else {"mix": self.mix, "rows_after_mixing": len(splits[0])}),

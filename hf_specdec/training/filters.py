@@ -1,6 +1,6 @@
 """Which written answers are worth training on: without loops, empty answers and near duplicates.
 
-A row that repeats itself teaches a drafter little, and makes it look better in training than it is in decoding.
+Text that repeats itself teaches a drafter little, and makes it look better in training than it is in decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_SHARED = 0.5  # a row is a near duplicate if more of its sequences occur in
 
 def useful_answers(
     answers: Iterable[dict[str, Any]], held_out: Iterable[Sequence[int]] = ()
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
+) -> tuple[list[dict[str, Any]], dict[str, int], int]:
     """The answers to train on, and how many of the others there are, by reason.
 
     Args:
@@ -24,33 +24,48 @@ def useful_answers(
         held_out: token ids of texts that training must not see; a row with 13 tokens of one in sequence is left out.
 
     Returns:
-        the rows, in order; the number of rows left out as "empty", "loop", "held_out" and "near_duplicate".
+        the rows, in order, cut where they loop; the number of rows left out as "empty", "held_out" and
+        "near_duplicate"; the number of rows that were cut.
 
     Example:
-        >>> rows = [{"prompt_ids": [1], "answer_ids": [5, 6, 7]}, {"prompt_ids": [1], "answer_ids": [2] * 40}]
-        >>> kept, dropped = useful_answers(rows)
-        >>> kept == rows[:1], dropped
-        (True, {'loop': 1})
+        >>> rows = [{"prompt_ids": [1], "answer_ids": ids} for ids in ([5, 6, 7], [4], [2] * 40)]
+        >>> kept, dropped, num_cut = useful_answers(rows)
+        >>> [len(row["answer_ids"]) for row in kept], dropped, num_cut
+        ([3, 10], {'empty': 1}, 1)
     """
-    kept, dropped, seen = [], Counter[str](), set[int]()
+    kept, dropped, seen, num_cut = [], Counter[str](), set[int](), 0
     forbidden = {each for ids in held_out for each in _sequences(ids, SHARED)}
     for row in answers:
+        text = before_loop(row["answer_ids"])
+        loops = len(text) < len(row["answer_ids"])
+        if loops:
+            row = row | {"answer_ids": text, "ended": False}
         own = [*_sequences([*row["prompt_ids"], *row["answer_ids"]], SHARED)]
         reason = _reason(row["answer_ids"], own, seen, forbidden)
         if reason is None:
             kept.append(row)
+            num_cut += loops
             # Sequences of the prompt alone are left out: later turns and other temperatures share it.
             seen.update(_sequences(row["answer_ids"], SHARED))
         else:
             dropped[reason] += 1
-    return kept, dict(dropped)
+    return kept, dict(dropped), num_cut
+
+
+def before_loop(token_ids: Sequence[int]) -> Sequence[int]:
+    """A text up to the token that completes a sequence of 8 tokens for the fourth time; all of it if there is none."""
+    counts = Counter[tuple[int, ...]]()
+    for end in range(LOOP, len(token_ids) + 1):
+        sequence = tuple(token_ids[end - LOOP : end])
+        counts[sequence] += 1
+        if counts[sequence] > MOST_REPEATS:
+            return token_ids[: end - 1]
+    return token_ids
 
 
 def _reason(answer: Sequence[int], own: Sequence[int], seen: Collection[int], forbidden: Collection[int]) -> str | None:
     if len(answer) < 2:  # nothing but the end of the text
         return "empty"
-    if max(Counter(_sequences(answer, LOOP)).values(), default=0) > MOST_REPEATS:
-        return "loop"
     if any(each in forbidden for each in own):
         return "held_out"
     sequences = [*_sequences(answer, SHARED)]

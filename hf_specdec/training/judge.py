@@ -78,15 +78,12 @@ def judged_tokens(
         )
     generator = torch.Generator().manual_seed(seed)
     pad = target.generation_config.pad_token_id
-    greedy = GenerationConfig(
-        do_sample=False, eos_token_id=target.generation_config.eos_token_id, pad_token_id=0 if pad is None else pad
-    )
+    common = {"eos_token_id": target.generation_config.eos_token_id, "pad_token_id": 0 if pad is None else pad}
+    whole, rest = (GenerationConfig(max_new_tokens=count, do_sample=False, **common) for count in (new_tokens, horizon))
     states, agreed = [], []
     for prompt in prompts:
         start = prompt.shape[1]
-        text = target.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=greedy, max_new_tokens=new_tokens
-        )
+        text = target.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=whole)
         last = text.shape[1] - horizon  # the continuation must have room in the target's own text
         if last <= start:
             continue
@@ -97,10 +94,8 @@ def judged_tokens(
             token = likely[place - 1, rank].view(1, 1)
             tried = torch.cat([text[:, :place], token], dim=1)
             states.append(decoder_states(target, tried)[0, -1].float())
-            other = target.generate(
-                tried, attention_mask=torch.ones_like(tried), generation_config=greedy, max_new_tokens=horizon
-            )[0, place + 1 :]
-            agreed.append(rejoins(text[0, place:].tolist(), other.tolist(), least))
+            other = target.generate(tried, attention_mask=torch.ones_like(tried), generation_config=rest)
+            agreed.append(rejoins(text[0, place:].tolist(), other[0, place + 1 :].tolist(), least))
     if not states:
         raise ValueError(
             f"None of {len(prompts)} texts of the target is longer than horizon={horizon} tokens: give more prompts, "

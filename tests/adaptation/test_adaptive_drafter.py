@@ -91,6 +91,7 @@ def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, draf
     assert len(adaptive.adaptation.updates) == 2
 
 
+@pytest.mark.slow
 def test_learning_makes_the_same_stream_accepted_more(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(3) * 14
     settings: dict[str, Any] = {"policy": AlwaysUpdate(3), "fail_safe": FailSafe(window_queries=100)}
@@ -246,6 +247,7 @@ def fail_in_updates(adaptive: AdaptiveDrafter, fail: Callable[[], None]) -> Remo
     return learning.register_forward_pre_hook(lambda module, inputs: fail())
 
 
+@pytest.mark.slow
 def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(2)
     settings: dict[str, Any] = {
@@ -478,6 +480,7 @@ def test_a_revert_while_an_update_fails_brings_the_good_weights_back(
     adaptive.close()
 
 
+@pytest.mark.slow
 def test_the_anchor_pulls_towards_the_drafter_of_before(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream, apart = prompts(2) * 6, []
     for weight in (0.0, 100.0):

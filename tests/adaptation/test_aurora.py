@@ -65,6 +65,7 @@ def test_output_stays_the_targets_own_while_weights_are_swapped(
     assert torch.equal(target.generate(**batch, assistant_model=served, **GREEDY), expected)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_target_while_weights_are_swapped(draws: int, tmp_path: Path) -> None:
     """The draws of weights that were swapped in; the calls before are those that they were trained on."""
     target = sampled_target()
@@ -80,6 +81,7 @@ def test_sampled_tokens_follow_the_target_while_weights_are_swapped(draws: int, 
     assert_follows(count(drawn), enumerate_law(target, PROMPT, "plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_recorded_rounds_makes_the_same_stream_accepted_more(
     target: PreTrainedModel, family: str, tmp_path: Path

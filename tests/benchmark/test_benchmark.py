@@ -67,6 +67,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]
         del WEIGHTLESS["telling"]
 
 
+@pytest.mark.slow
 def test_every_way_meets_every_prompt_equally_often(made: list[Record]) -> None:
     own = [call for call in made if isinstance(call, Call) and call.swept_from is None]
     counts = Counter((call.variant, call.temperature, call.batch_size) for call in own)
@@ -169,6 +170,7 @@ def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
     assert (tmp_path / "benchmark" / "report.md").read_text() == "of another run"
 
 
+@pytest.mark.slow
 def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_too(
     tmp_path: Path, chdir: Callable[[Path], None]
 ) -> None:

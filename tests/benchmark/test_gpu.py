@@ -34,6 +34,7 @@ class Runner:
         return self.now
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_the_record_compares_with_compiled_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_hosts_copies_of_keys_and_values_are_what_folded_heads_save() -> Non
     assert copied.flops == folded.flops
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_per_number_of_nodes_and_one_of_contexts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

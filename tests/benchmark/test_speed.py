@@ -22,6 +22,7 @@ from hf_specdec.benchmark.variants import BUNDLED
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
+@pytest.mark.slow
 def test_target_counts_and_scripted_drafts_are_right_as_often_as_told() -> None:
     target = counting_target("tiny", "cpu", torch.float32)
     prompt = torch.arange(10).unsqueeze(0) + torch.tensor([[0], [400]])
@@ -105,6 +106,7 @@ def test_draft_model_errs_as_often_as_told() -> None:
     assert sorted(said.tolist()) == list(range(512))
 
 
+@pytest.mark.slow
 def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "12"]
@@ -236,6 +238,7 @@ def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
         assert low <= 159 / len(rounds) <= high  # the last token is not drafted for
 
 
+@pytest.mark.slow
 def test_stock_dflash_has_its_row_where_transformers_has_it() -> None:
     small = ["--device", "cpu", "--contexts", "32", "--new-tokens", "12", "--repeats", "1"]
     small += ["--compile-backend", "eager"]  # building kernels takes minutes

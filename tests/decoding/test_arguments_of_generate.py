@@ -231,7 +231,6 @@ MEETINGS = [
 ]
 
 
-@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "family", "batch"), MEETINGS)
 @pytest.mark.usefixtures("softmax_in_its_type")
 def test_argument_means_the_same_with_a_drafter(case: str, family: str, batch: str) -> None:

@@ -89,7 +89,6 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("folding")
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gemma3", "mistral-sliding"])
 def test_rounds_with_folded_heads_give_the_targets_tokens(family: str, batch: str) -> None:

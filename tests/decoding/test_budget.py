@@ -50,7 +50,6 @@ class Every(AutoBudget):
         self.knowledge.pauses.drafting = self.rounds % 3 == 0
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", TREE_METHODS)
 def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
@@ -64,7 +63,6 @@ def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
     assert num_drafted > 0
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*TREE_METHODS, *FEATURE_METHODS])

@@ -106,7 +106,6 @@ def drawn_drafter(draw: random.Random, target: PreTrainedModel, script: Tensor) 
     return drafter
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("seed", range(120))
 def test_settings_drawn_together_change_no_token(seed: int) -> None:
     draw = random.Random(seed)

@@ -43,7 +43,6 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_needs_float64_or_host_memory(method: str, sampling: dict[str, Any], apple: None) -> None:

@@ -28,7 +28,6 @@ def target() -> PreTrainedModel:
     return make_target("qwen3-mixed", "sdpa")
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("siblings", [0, 2])
 @pytest.mark.parametrize("num_right", range(8))
@@ -176,7 +175,6 @@ def test_nan_in_a_round_does_not_change_later_rounds(target: PreTrainedModel) ->
     assert drafter.stats.num_plain_steps == 1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_state_of_one_call_does_not_reach_the_next(target: PreTrainedModel, method: str) -> None:
     prompts = PROMPTS["ragged batch of three"]()
@@ -195,7 +193,6 @@ def in_float64(drafter: Drafter) -> Drafter:
     return drafter.to(torch.float64) if isinstance(drafter, torch.nn.Module) else drafter
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_a_row_drafts_the_same_alone_and_in_a_ragged_batch(target: PreTrainedModel, method: str) -> None:
     prompts = PROMPTS["ragged batch of three"]()
@@ -233,7 +230,6 @@ def test_generator_is_closed_after_an_error(target: PreTrainedModel) -> None:
     assert not hooks
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_are_removed_from_the_target(target: PreTrainedModel, method: str) -> None:
     target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=METHODS[method](target))
@@ -249,7 +245,6 @@ def test_any_budget_gives_the_same_tokens(target: PreTrainedModel, budget: int) 
     assert drafter.stats.num_draft_tokens == budget * drafter.stats.num_spec_steps
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "settings",
@@ -289,7 +284,6 @@ def test_token_with_nan_logits_does_not_change_other_tokens(
     assert drafter.stats.num_target_forwards == 2 * len(drafter.stats.per_step_accepted[0])
 
 
-@pytest.mark.one_in(7)
 @pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
 @pytest.mark.parametrize("method", METHODS)

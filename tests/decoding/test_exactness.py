@@ -85,7 +85,6 @@ def drafters_for(family: str, attention: str) -> list[str]:
     return [names[attention]] if len((FAMILIES | HYBRIDS)[family][2]) > 1 else [*names.values()]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("kind", TARGETS, ids="-".join)
@@ -101,7 +100,6 @@ def test_drafts_that_are_partly_right_change_no_token(kind: tuple[str, str], bat
         assert drafter.stats.num_accepted_draft_tokens > 0, f"{name}: no draft was right, so nothing was tested"
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("setting", SETTINGS[:2])
 @pytest.mark.parametrize("family", ["qwen3-mixed", "gemma3"])

@@ -59,7 +59,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
 @pytest.mark.parametrize("method", METHODS)
 def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: str, batches: list[int]) -> None:
@@ -85,7 +84,6 @@ ENDINGS = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_may_leave_before_the_first_draft(method: str, batches: list[int]) -> None:
     target = make_target("llama", "sdpa")
@@ -105,7 +103,6 @@ def test_rows_may_leave_before_the_first_draft(method: str, batches: list[int]) 
         assert batches[:1] == ([expected] if left else []), name
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree", "specblock", "eagle3", "medusa", "ngram"])
 def test_rows_leave_under_an_automatic_budget_too(method: str, batches: list[int]) -> None:
     target = make_target("llama", "sdpa")
@@ -128,7 +125,6 @@ def test_rows_stay_in_the_batch_if_an_observer_needs_all_rows(extra: dict[str, A
     assert set(batches) == {5}
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> None:
     # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.

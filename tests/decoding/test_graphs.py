@@ -119,7 +119,6 @@ def compiling(drafter: Any) -> Any:
     return drafter
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" not in name and "mixtral" not in name])
 def test_captured_rounds_give_the_targets_tokens_and_cache(family: str, batch: str) -> None:
@@ -138,7 +137,6 @@ def test_captured_rounds_give_the_targets_tokens_and_cache(family: str, batch: s
             assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_every_method_drafts_the_same_from_captured_rounds(method: str) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["ragged batch of three"]()
@@ -259,6 +257,7 @@ def test_usual_budgets_are_captured_without_padding(budget: int) -> None:
     assert budget in graphs.DRAFT_SIZES  # the table from which policies choose
 
 
+@pytest.mark.slow
 def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CAPTURED", 2)
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -410,7 +409,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.each_pair
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -428,7 +426,6 @@ def test_captured_blocks_have_the_logits_of_the_eager_forward(variant: str, batc
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*EARLY, "causal_lm_tree", "causal_lm_chain"])
@@ -487,7 +484,6 @@ def test_round_is_three_launches_after_the_prompt() -> None:
     assert Replaying.replays == 3 * rounds - 1 + 2
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")  # rows that are about to leave the batch are read at once
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
@@ -509,7 +505,6 @@ def test_the_next_tree_is_drafted_before_the_verdict_is_read(
     assert events == ["read", "draft"] + ["draft", "read"] * rounds  # the prefill, the first draft, then the rounds
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
@@ -643,7 +638,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_forward_depends_on_besides_weights_is_captured_anew(change: str) -> None:
     peft = pytest.importorskip("peft")

@@ -87,7 +87,6 @@ def assert_few_waits(rounds: list[list[str]], most: int = 1) -> None:
     assert all(len(seen) <= most + 1 for seen in later), rounds
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
@@ -107,7 +106,6 @@ def test_a_round_waits_once_and_mixes_no_devices(
         assert_few_waits(beside, BESIDE.get(method, 0))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
@@ -164,6 +162,7 @@ def test_a_captured_call_may_follow_one_in_another_stream(method: str, host: typ
         host.seen.clear()  # as if the host had read nothing at the end of the call
 
 
+@pytest.mark.slow
 @pytest.mark.by_the_clock
 @pytest.mark.parametrize("method", ["ddtree", "eagle3"])
 def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_launched(
@@ -187,7 +186,6 @@ def test_captured_rounds_with_automatic_budgets_are_read_when_the_next_one_is_la
     assert_few_waits([[wait for wait in each if "event" in wait] for each in rounds], most=2)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("compile_mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("method", [*EARLY, "medusa_static"])
 def test_rounds_wait_once_too_when_rows_are_dropped(
@@ -219,7 +217,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -290,7 +288,6 @@ def test_a_call_begins_with_room_for_few_tokens(capacity: int) -> None:
     assert target.cache.capacity == min(capacity, 3 + 512)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_target_that_is_spread_over_two_devices(method: str, host: type[stand_in.Host]) -> None:
     hooks = pytest.importorskip("accelerate.hooks")

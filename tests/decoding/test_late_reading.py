@@ -94,7 +94,6 @@ def early(prompts: dict[str, Tensor], script: Tensor, num_right: int | list[int]
     return drafter
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -167,7 +166,6 @@ def test_end_of_text_in_a_round_discards_the_next_round(at: int, events: list[st
         assert drafter.stats.num_target_forwards - counted in (0, 1)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", EARLY)
 def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
     target = make_target("llama", "sdpa")
@@ -186,7 +184,6 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
-@pytest.mark.each_pair
 @pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -222,7 +219,6 @@ def test_draft_with_nan_logits_costs_one_round_only(
         assert sum(kept + 1 for kept in stats.per_step_accepted[0]) >= NEW - 1
 
 
-@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("batch", PROMPTS)

@@ -26,7 +26,6 @@ AXES = ["glm46v", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwe
 PICTURES = {"text": [None], "picture": [0], "padded batch": [1, None, 0], "pictures of two sizes": [0, 1]}
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
 @pytest.mark.parametrize("pictures", PICTURES)
 @pytest.mark.parametrize("family", [*AXES, "llava"])
@@ -143,7 +142,6 @@ def two_classes(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return both, text
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     "method", ["dflash", "dspark", "eagle3", "medusa", "specblock", "specbound", "causal_lm_chain"]
 )
@@ -178,7 +176,6 @@ def test_the_pair_is_checked_for_image_text_classes_too(family: str) -> None:
             target.generate(**prompt(text, [None]), **GREEDY, assistant_model=drafter)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_5"])
 def test_verify_lossless_takes_prompts_with_pictures(family: str) -> None:
     target = tiny_model(family)

@@ -104,7 +104,6 @@ def test_attentions_and_hidden_states_are_those_of_plain_decoding(family: str, b
                 assert torch.allclose(state, expected, **tolerances), where
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
 @pytest.mark.parametrize("new", [1, 2, NEW])
@@ -138,7 +137,6 @@ def extended(prompts: dict[str, Tensor], sequences: Tensor, new: int = 5) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in CACHE_FAMILIES if name != "jamba"])  # its own turns start anew
 def test_plain_and_speculative_turns_continue_each_others_cache(family: str, batch: str) -> None:
@@ -202,7 +200,6 @@ def test_cache_of_a_prefix_may_come_with_only_the_new_tokens(batch: str) -> None
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
@@ -214,7 +211,6 @@ def test_chunked_prefill_changes_no_token(method: str, batch: str, chunk: int) -
     assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", STEADY)
 def test_features_of_a_chunked_prefill_draft_the_same(method: str) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["ragged batch of three"]()
@@ -241,7 +237,6 @@ def test_attentions_of_a_chunked_prefill_leave_out_what_windows_have_dropped(fam
         assert ours.shape == plain.shape
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
 def test_prompt_may_be_given_as_embeddings(method: str, batch: str) -> None:

@@ -96,7 +96,6 @@ def test_outputs_are_those_of_the_model_within_rounding(
     assert torch.equal(target(ids).logits, alone)
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("method", METHODS)
 def test_calls_long_enough_to_be_packed_write_the_targets_own_tokens(method: str, multiplied: list[int]) -> None:
     target, prompts = make_target("llama", "sdpa", torch.float32), PROMPTS["ragged batch of three"]()
@@ -300,7 +299,7 @@ def test_layers_that_compute_their_weight_are_not_packed(target: PreTrainedModel
     assert torch.equal(generate(target, drafter), generate(target))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forward", "compile()", "a layer", "a module wrapped by torch.compile"])
 def test_a_compiled_forward_is_not_traced_with_copies(target: PreTrainedModel, how: str, multiplied: list[int]) -> None:
     torch._dynamo.reset()

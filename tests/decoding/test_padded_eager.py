@@ -76,7 +76,6 @@ def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_draft_with_rows_with_nan_logits(method: str) -> None:

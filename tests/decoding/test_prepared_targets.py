@@ -97,7 +97,6 @@ def test_embeddings_head_and_layers_in_8_bits(method: str) -> None:
     check(int8(target), drafter)
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize("method", SHARING)
 def test_offloaded_targets(method: str, place: str, tmp_path: Path) -> None:
@@ -195,7 +194,6 @@ class NeedsGradTracking(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_that_fail_in_inference_mode(method: str) -> None:
     target, drafter = target_and_drafter(method)
@@ -224,7 +222,6 @@ class SlicesInLinear(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_no_linear_layer_is_given_a_slice_for_which_it_copies_its_weight(method: str) -> None:
     target, drafter = target_and_drafter(method)

@@ -48,7 +48,6 @@ def run(target: PreTrainedModel, batch: str, settings: dict[str, Any], drafter: 
     return target.generate(**arguments, assistant_model=drafter).tolist()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processor_returns_the_same_as_in_plain_decoding(target: PreTrainedModel, name: str, batch: str) -> None:

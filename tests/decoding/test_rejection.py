@@ -187,7 +187,6 @@ def drawn_chains(depth: int, *, lengths: tuple[int, ...] = (), honest: bool = Tr
     return StubDrafter(draft)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(), (0, 2, 1, 3)])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_sampled_tokens_follow_the_target_with_drawn_drafts(

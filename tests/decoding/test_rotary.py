@@ -79,7 +79,6 @@ def assert_same_as_plain(target: PreTrainedModel, prompts: dict[str, Tensor], ne
         torch.testing.assert_close(assisted.logits, alone.logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("length", [9, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 10])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_text_beyond_the_limit_equals_plain_decoding(kind: str, length: int) -> None:
@@ -88,7 +87,6 @@ def test_text_beyond_the_limit_equals_plain_decoding(kind: str, length: int) -> 
     assert_same_as_plain(limited(kind), one_prompt(length=length), 24)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("new_tokens", [10, 11, 12])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_nodes_beyond_the_limit_do_not_change_texts_that_stay_below(kind: str, new_tokens: int) -> None:
@@ -109,7 +107,6 @@ def test_rows_that_pass_the_limit_in_different_rounds_are_refused(kind: str) -> 
         target.generate(**prompts, max_new_tokens=13, do_sample=False, assistant_model=drafter)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_drafts_beyond_the_limit(method: str) -> None:
     target, prompts = limited("longrope"), one_prompt()

@@ -118,7 +118,6 @@ def test_sampled_tokens_follow_the_target_whatever_the_tree(sampling: str, tree:
     assert drafter.stats.num_accepted_draft_tokens > ROWS / 20
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["plain", "all of them"])
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_tokens_of_a_method_follow_the_target(method: str, sampling: str, draws: int) -> None:

@@ -41,7 +41,6 @@ def without_drafts() -> Drafter:
     return fixed_tree([], [])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in DRAWS])
 def test_a_seed_gives_one_text_with_any_drafter(method: str, batch: str) -> None:

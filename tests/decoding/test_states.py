@@ -94,7 +94,6 @@ def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
     compare_rounds(family, fresh_target(family, HYBRIDS[family][2][-1], torch.float64))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["zamba", *STATEFUL])
 def test_nodes_and_states_are_those_of_one_token_at_a_time_level_by_level(family: str) -> None:
     target = fresh_target(family, HYBRIDS[family][2][-1], torch.float64)
@@ -158,7 +157,6 @@ def test_nan_of_rejected_nodes_does_not_reach_the_states() -> None:
     assert all(state.isfinite().all() for state in states_of(model.cache, 0))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", STATEFUL)
 @pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain", "specbranch"])
 def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, method: str) -> None:
@@ -183,7 +181,6 @@ def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, metho
         assert all(accepted == whole for accepted in stats.per_step_accepted[0][:-1])
 
 
-@pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", ["qwen3-next", "granite-hybrid", "jamba", "lfm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -> None:
@@ -212,7 +209,6 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
         assert (own - expected).norm() < share * expected.norm() + 1.5 * (other - expected).norm()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "lfm2", "gemma4", "mamba2"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "specbound"])  # which knows its families

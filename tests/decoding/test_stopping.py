@@ -28,7 +28,6 @@ def script_of(target: PreTrainedModel, prompts: dict[str, Tensor]) -> Tensor:
     return target.generate(**prompts, max_new_tokens=NEW + 12, do_sample=False)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("at", range(1, 9))
 def test_end_of_text_inside_an_accepted_path_ends_the_row_there(target: PreTrainedModel, at: int, batch: str) -> None:
@@ -52,7 +51,6 @@ def test_rows_that_end_at_different_lengths_are_padded(target: PreTrainedModel) 
     assert (alone == PAD).any()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("new", range(1, 10))
 def test_length_limit_inside_an_accepted_path_is_kept(target: PreTrainedModel, new: int, batch: str) -> None:
@@ -132,7 +130,6 @@ class Listens(StoppingCriteria):
         return torch.full((len(input_ids),), len(self.heard) >= self.limit)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("output_scores", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
 def test_stateful_criterion_with_one_row_gets_the_calls_of_plain_decoding(

@@ -62,7 +62,6 @@ def test_laps_on_cuda_do_not_wait_until_they_are_read(monkeypatch: pytest.Monkey
     assert device.waits == 1
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_stages_of_a_call_add_up_to_its_time(method: str) -> None:
     target = make_target()

@@ -23,7 +23,6 @@ def traced(drafter: Drafter, prompts: dict[str, Any], **settings: Any) -> tuple[
     return drafter.trace, output
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_trace_records_the_output_and_which_tokens_were_drafted(method: str, prompts: str) -> None:
@@ -45,7 +44,6 @@ def test_trace_records_the_output_and_which_tokens_were_drafted(method: str, pro
             assert all(parent < node for node, parent in enumerate(traced_round.parents))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", STEADY)
 def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do_sample: bool) -> None:

@@ -152,7 +152,6 @@ def assert_same_calls(ours: Log, plain: Log, output: Tensor, padded: bool) -> No
                 assert best == expected or (padded and output[row, column] == PAD), f"row {row}, column {column}"
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("objects", ["processor", "criterion", "both"])
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])
@@ -183,7 +182,6 @@ def test_user_code_sees_the_calls_of_plain_decoding(
         assert chains == (drafter.stats.num_draft_tokens == 0)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_rounds_that_end_before_their_accepted_path_change_nothing(method: str) -> None:
     # One row's path ends first, so that the bonus token of another one may be a token that was drafted.

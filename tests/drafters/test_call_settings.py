@@ -29,7 +29,6 @@ def most_drafted(drafter: Any) -> int:
     return max(len(each.token_ids) - 1 for each in drafter.trace.rounds)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_num_assistant_tokens_is_the_most_tokens_of_a_draft(method: str) -> None:
     target = make_target("llama", "sdpa")
@@ -43,7 +42,6 @@ def test_num_assistant_tokens_is_the_most_tokens_of_a_draft(method: str) -> None
         assert most_drafted(drafter) == most
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_draft_ends_after_a_token_below_the_confidence_threshold(method: str) -> None:
     target = make_target("llama", "sdpa")
@@ -153,7 +151,6 @@ def test_a_setting_out_of_range_raises(setting: dict[str, Any]) -> None:
         target.generate(**prompts(), **GREEDY, assistant_model=drafter_of("dflash", target), **setting)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

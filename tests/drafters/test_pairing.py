@@ -46,7 +46,6 @@ def named(target: PreTrainedModel, name: str, commit: str | None = None) -> PreT
     return target
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", FREE)
 def test_a_drafter_that_was_paired_can_be_pickled(target: PreTrainedModel, method: str) -> None:
     drafter: Any = METHODS[method](target)

@@ -94,7 +94,6 @@ KINDS["merged_three"] = lambda target: MergedDrafter(
 KINDS["specblock"] = lambda target: saying(range(0, SMALL, 2), make_specblock(target, draft_vocab_size=SMALL // 2))
 
 
-@pytest.mark.each_value
 @pytest.mark.filterwarnings(ASSUMED_PADDING, LARGER)
 @pytest.mark.parametrize("own", [SMALL, LARGE])
 @pytest.mark.parametrize("kind", KINDS)

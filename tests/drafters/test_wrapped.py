@@ -58,6 +58,7 @@ def lora(**settings: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", ["torch.compile(model)", "model.compile()"])
 def test_specbound_is_paired_with_a_compiled_target(target: PreTrainedModel, tmp_path: Path, compiles: str) -> None:
     make_specbound(target).save_pretrained(tmp_path)

@@ -110,6 +110,7 @@ def test_server_that_ends_by_itself_is_one_line_and_leaves_nothing(
     assert is_over(*started(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_command_stops_the_server(how: signal.Signals, pair: list[str], port: int, tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "engine", server=FOREVER)

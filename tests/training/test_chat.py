@@ -19,6 +19,7 @@ from hf_specdec.training.chat import (
     write_invented,
 )
 from hf_specdec.training.continuation import buffered_cache, continuations
+from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
 
@@ -82,6 +83,20 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
     for at_once in (1, 2, 3):  # the others wait, and join rows that have begun
         assert answered(target, prompts, room, temperatures, at_once=at_once)[:4] == written[:4]
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
+
+
+def test_an_answer_that_loops_ends_early():
+    target = fresh_target(dtype=torch.float64, attention="sdpa")
+    for layer in target.model.layers:  # a token depends on the one before it alone, so every text repeats itself
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    target.generation_config.eos_token_id = None
+    whole = target.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=400, do_sample=False)[0, 3:].tolist()
+    target.generation_config.eos_token_id = [VOCAB]
+    (written,) = answered(target, [[5, 9, 2]], [400], [0])
+    assert len(written) < 400
+    assert written == whole[: len(written)]
+    assert len(written) - 8 < len(before_loop(written)) < len(written)
 
 
 def test_a_step_does_not_copy_what_the_cache_holds():

@@ -331,6 +331,7 @@ def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
     assert (line in capsys.readouterr().out) == (not options)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     place: Path, trial_finds: Callable[[bool], None]
 ) -> None:
@@ -342,6 +343,7 @@ def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     assert record["settings"]["mask_token_id"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["text", "target"])
 def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:
     train("--steps", "2", "--output", "drafter")
@@ -366,6 +368,7 @@ def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place:
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(place: Path) -> None:
     train("--steps", "2", "--output", "drafter")
     write_text(place, first=3)
@@ -375,7 +378,7 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["they start", "they write"])
 def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Path) -> None:
     program = (
@@ -424,7 +427,6 @@ ALONE_OF_NO_USE = {
 }
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "gemma4", "llama4", "mamba2", "nemotron-h", "bloom"])
 @pytest.mark.parametrize("method", ["causal_lm", "dflash", "eagle3", "specblock"])
 def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, family: str, place: Path) -> None:

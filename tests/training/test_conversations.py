@@ -97,6 +97,7 @@ def test_every_recipe_is_tried() -> None:
     assert set(SHAPES) == set(RECIPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SHAPES)
 def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) -> None:
     main(arguments(method))
@@ -119,6 +120,7 @@ def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) ->
     assert load_drafter(place / "further").target_name_or_path == "us/target"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dflash", "specblock", "specbound", "causal_lm"])
 def test_the_state_with_the_longest_drafts_in_real_rounds_is_kept(method: str, place: Path) -> None:
     questions = [talk(f"y = {number}", *(["why"] if number else [])) for number in range(3)]
@@ -145,7 +147,7 @@ def test_the_state_with_the_longest_drafts_in_real_rounds_is_kept(method: str, p
     assert 1 + accepted / rounds == pytest.approx(lengths[kept], rel=0.05)  # it is saved in bfloat16
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SHAPES)
 def test_two_processes_share_the_answers_and_train_one_drafter(method: str, place: Path) -> None:
     # Without --multi_gpu it starts one process on a CPU, whatever their number. Port 0: tests run beside each other.

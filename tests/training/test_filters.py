@@ -21,14 +21,19 @@ def drawn(length, seed):
     ("answer", "reason"),
     [
         ([7], "empty"),
-        (drawn(8, 1) * 4, "loop"),
         (drawn(20, 2) + drawn(13, 3), "held_out"),
         (drawn(30, 5)[:20] + drawn(5, 6), "near_duplicate"),
     ],
 )
 def test_a_row_is_left_out_for_its_reason(answer, reason):
     first = row(drawn(30, 5))
-    assert useful_answers([first, row(answer)], held_out=[drawn(13, 3)]) == ([first], {reason: 1})
+    assert useful_answers([first, row(answer)], held_out=[drawn(13, 3)]) == ([first], {reason: 1}, 0)
+
+
+def test_an_answer_is_cut_before_it_says_the_same_for_the_fourth_time():
+    begun, loop = drawn(20, 1), drawn(9, 2)
+    written = row(begun + loop * 5) | {"ended": True}
+    assert useful_answers([written]) == ([row(begun + loop * 3 + loop[:7]) | {"ended": False}], {}, 1)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +47,11 @@ def test_a_row_is_left_out_for_its_reason(answer, reason):
 )
 def test_a_row_just_within_the_bounds_stays(answer):
     rows = [row(drawn(30, 5)), row(answer)]
-    assert useful_answers(rows, held_out=[drawn(13, 3)]) == (rows, {})
+    assert useful_answers(rows, held_out=[drawn(13, 3)]) == (rows, {}, 0)
 
 
 def test_a_held_out_text_in_the_prompt_counts_too():
-    assert useful_answers([row([4, 5], prompt=drawn(13, 3))], held_out=[drawn(13, 3)]) == ([], {"held_out": 1})
+    assert useful_answers([row([4, 5], prompt=drawn(13, 3))], held_out=[drawn(13, 3)]) == ([], {"held_out": 1}, 0)
 
 
 def test_later_turns_of_one_conversation_are_not_duplicates_of_its_first():

@@ -79,6 +79,7 @@ def test_prompts_that_run_together_give_the_examples_they_give_alone() -> None:
     torch.testing.assert_close(torch.tensor([x for x, _ in alone]), torch.tensor([x for x, _ in together]))
 
 
+@pytest.mark.slow
 def test_caches_of_a_call_do_not_outlive_it() -> None:
     target = fresh_target("llama", "sdpa")
     model = make_causal_lm(target, noise=0.01).model

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+import transformers.utils.logging
 
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.training.judge import JudgedTokens, judged_tokens, rejoins, train_judge
@@ -43,6 +46,18 @@ def test_states_are_those_at_the_tried_token_and_labels_are_the_targets_agreemen
             expected = any(own[at : at + 3] == other[-3:] for at in range(len(own)))
             assert bool(tokens.agreed[same][0]) == expected
     assert found == 6
+
+
+def test_transformers_has_nothing_to_warn_of_while_the_target_writes(caplog: pytest.LogCaptureFixture) -> None:
+    transformers.utils.logging.warning_once.cache_clear()  # otherwise only the first warning of a process is seen
+    logger = logging.getLogger("transformers")  # which does not propagate
+    logger.addHandler(caplog.handler)
+    try:
+        target = make_target("llama", "sdpa", torch.float32, vocab_size=16)
+        judged_tokens(target, [torch.tensor([[3, 5, 4, 1, 5]])], new_tokens=8, places=1, horizon=3, least=2)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_a_short_continuation_never_rejoins() -> None:

@@ -71,5 +71,6 @@ def test_drafts_in_batches_are_those_of_whole_texts() -> None:
             assert each.tree.token_ids[index, 1:].tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_what_is_then_drafted(tmp_path: Path) -> None:
     assert learns_what_is_then_drafted(tmp_path, lambda target: new_drafter(target, num_heads=3), ParallelHeadsStep) > 2

@@ -399,6 +399,7 @@ def test_learning_while_serving_counts_the_positions_that_training_counts(target
     assert int((step.draft_ids(torch.arange(64)) >= 0).sum()) == 48
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_path: Path) -> None:
     batch = rows_of(target, count=2)
     rows = [{key: value[index] for key, value in batch.items()} for index in range(2)]

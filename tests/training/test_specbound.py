@@ -110,6 +110,7 @@ def test_an_untrained_lora_head_says_what_the_targets_head_says() -> None:
     torch.testing.assert_close(drafter(3, states[3], step_slices), step_slices.logits(states[3]))
 
 
+@pytest.mark.slow
 def test_trained_through_the_trainer_saved_loaded_and_resumed(tmp_path: Path) -> None:
     target = fresh_target("llama", "sdpa", torch.float32)
     drafter = new_drafter(target, exit_layers=[1, 2], lora_rank=2)

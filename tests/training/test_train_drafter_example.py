@@ -62,6 +62,7 @@ def train(tiny, folder, *options, launcher=()):
     return printed
 
 
+@pytest.mark.slow
 def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
     options = ["--rows", "256", "--mask-token-id", "1", "--block-size", "4", "--anchors", "3", "--steps", "4"]
     train(tiny, tmp_path, "--writers", "2", *options)
@@ -89,6 +90,7 @@ def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_drafter_for_as_many_steps(tiny, tmp_path):
     """SpecBound calls the drafter once per exit head; each process times its own trial steps."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -109,6 +111,7 @@ def losses(printed):
     return [float(value) for _, value in logged]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [["-m", "torch.distributed.run", "--standalone"], ["-m", "accelerate.commands.launch", "--multi_gpu"]],

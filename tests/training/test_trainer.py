@@ -91,6 +91,7 @@ def test_short_run_lowers_the_loss_raises_acceptance_and_leaves_the_target_alone
         assert torch.equal(parameter, weights[name]), name
 
 
+@pytest.mark.slow
 @every_method
 def test_resumed_run_ends_with_the_same_weights(target, tmp_path, make):
     straight = make_trainer(target, tmp_path / "straight", make, steps=8)
@@ -193,6 +194,7 @@ def test_importing_hf_specdec_imports_no_training():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_part_without_a_gradient_in_the_whole_run_is_an_error(target, tmp_path):
     trainer = make_trainer(target, tmp_path, steps=2)
     trainer.model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))

@@ -43,7 +43,6 @@ def padding_of(prompts: dict[str, Tensor]) -> list[int]:
     return (prompts["attention_mask"] == 0).sum(1).tolist()
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding", "gemma3"])
@@ -74,7 +73,6 @@ def best_tree(model: PreTrainedModel, text: list[int], padding: int, budget: int
     return set(sorted(scored, key=lambda path: -scored[path])[:budget])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding"])
 def test_wide_trees_hold_the_likeliest_paths_there_are(family: str, batch: str) -> None:
@@ -109,7 +107,6 @@ def test_narrow_trees_keep_to_their_width_budget_and_depth(options: dict[str, in
                 assert all(children.count(path) <= drafter.options.top_k for path in expanded)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["causal_lm_chain", "causal_lm_tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_draft(family: str, method: str) -> None:

@@ -76,7 +76,6 @@ def reference_logits(drafter: DFlashDrafter, target: PreTrainedModel, ids: Tenso
     )[0]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_marginals_of_every_round_equal_a_forward_without_cache(target: PreTrainedModel, kind: str, batch: str) -> None:
@@ -138,7 +137,6 @@ def test_marginals_stay_right_when_rows_commit_different_numbers(target: PreTrai
             torch.testing.assert_close(logits[row].clone(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["dflash", "ddtree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_changes_no_token(target: PreTrainedModel, kind: str, method: str) -> None:

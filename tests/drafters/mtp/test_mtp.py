@@ -241,7 +241,6 @@ def expected_chain(made: Made, text: Tensor, depth: int, row: Family) -> list[in
     return drafted
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -273,7 +272,6 @@ def test_padding_changes_no_draft(family: str, targets: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_and_drafts_are_made(family: str, targets: Any) -> None:
     target = targets(family).target

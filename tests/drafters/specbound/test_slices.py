@@ -71,7 +71,6 @@ CASES = [
 ]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "attention", "batch"), CASES)
 def test_a_chain_run_in_slices_gives_the_tokens_and_the_cache_of_plain_decoding(
     family: str, attention: str, batch: str

@@ -61,7 +61,6 @@ def stats_of(drafter: SpecBranchDrafter) -> SpeculationStats:
     return drafter.stats
 
 
-@pytest.mark.each_pair
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("way", WAYS)
@@ -319,7 +318,6 @@ def test_drafting_stops_where_the_draft_model_is_not_sure() -> None:
         assert (sure >= 0.2) == (length < len(chain)) or len(chain) == 4
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("hedge", "more"), [(False, 5), (True, 5 + 5)])
 def test_more_branches_cost_entries_and_no_copies_of_the_text(hedge: bool, more: int) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -350,7 +348,6 @@ def test_each_drawn_candidate_carries_the_law_that_those_before_it_have_left() -
         left[token] = 0
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("candidates", ["top_k", "drawn"])
 @pytest.mark.parametrize("sampling", ["temperature", "plain"])
 def test_sampled_tokens_follow_the_target_branch_points_included(

@@ -37,6 +37,7 @@ def threads_left() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "hf_specdec" in thread.name]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_who_is_faster(drafter: SpecBranchDrafter, pytestconfig: pytest.Config) -> None:
     target = fresh_target("llama", "sdpa")
     source = random.Random(0)
