@@ -152,7 +152,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         paths.append(parents.gather(1, paths[-1]))
     mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=device).scatter_(2, torch.stack(paths, -1), True)
     depths = levels + 1
-    token_ids[:, 0], parents[:, 0], depths[:, 0] = root_ids, -1, 0
+    token_ids[:, 0], parents[:, 0], depths[:, 0] = root_ids.to(token_ids.device), -1, 0
     valid = path_logprobs > -torch.inf
     path_logprobs[:, 0] = 0
     return DraftTree(
