@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than two seconds; run with --exhaustive")
+    config.addinivalue_line("markers", "combinations(n): run so many of its combinations of parameters without it, too")
     config.addinivalue_line("markers", "by_the_clock: rounds draft only where that pays, as users have it")
 
 
@@ -35,7 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if len(cases) > FEW:
             # By a hash of their names: every method and every target meets many of the tests.
-            cases = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))[:COMBINATIONS]
+            mark = cases[0].get_closest_marker("combinations")
+            cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+            cases = cases[: mark.args[0] if mark else COMBINATIONS]
         chosen.update(cases)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]

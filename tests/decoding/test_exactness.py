@@ -85,6 +85,7 @@ def drafters_for(family: str, attention: str) -> list[str]:
     return [names[attention]] if len((FAMILIES | HYBRIDS)[family][2]) > 1 else [*names.values()]
 
 
+@pytest.mark.combinations(60)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("kind", TARGETS, ids="-".join)

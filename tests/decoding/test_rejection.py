@@ -121,6 +121,7 @@ def test_a_token_that_cannot_be_sampled_raises_where_it_is_the_next_one(
         judged(tree, logits, do_sample=True)
 
 
+@pytest.mark.combinations(12)
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(("nan_at", "expected"), [(None, [5, 6, 7, 1]), (2, [5, 6]), (0, [])])

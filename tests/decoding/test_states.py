@@ -89,6 +89,7 @@ def states_of(cache: Any, row: int) -> list[Tensor]:
     ]
 
 
+@pytest.mark.combinations(20)
 @pytest.mark.parametrize("family", [name for name in HYBRIDS if name != "zamba"])
 def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
     compare_rounds(family, fresh_target(family, HYBRIDS[family][2][-1], torch.float64))
@@ -157,6 +158,7 @@ def test_nan_of_rejected_nodes_does_not_reach_the_states() -> None:
     assert all(state.isfinite().all() for state in states_of(model.cache, 0))
 
 
+@pytest.mark.combinations(39)
 @pytest.mark.parametrize("family", STATEFUL)
 @pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain", "specbranch"])
 def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, method: str) -> None:

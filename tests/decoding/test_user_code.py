@@ -152,6 +152,7 @@ def assert_same_calls(ours: Log, plain: Log, output: Tensor, padded: bool) -> No
                 assert best == expected or (padded and output[row, column] == PAD), f"row {row}, column {column}"
 
 
+@pytest.mark.combinations(96)
 @pytest.mark.parametrize("objects", ["processor", "criterion", "both"])
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])

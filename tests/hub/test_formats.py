@@ -72,6 +72,7 @@ def run(target: PreTrainedModel, drafter: PretrainedDrafter) -> tuple[list[list[
     return output.tolist(), trees
 
 
+@pytest.mark.combinations(60)
 @pytest.mark.parametrize("name", CASES)
 def test_folder_in_a_published_layout_drafts_what_it_was_written_from(
     name: str, target: PreTrainedModel, tmp_path: Path

@@ -76,6 +76,7 @@ def reference_logits(drafter: DFlashDrafter, target: PreTrainedModel, ids: Tenso
     )[0]
 
 
+@pytest.mark.combinations(12)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_marginals_of_every_round_equal_a_forward_without_cache(target: PreTrainedModel, kind: str, batch: str) -> None:

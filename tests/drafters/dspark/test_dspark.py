@@ -75,6 +75,7 @@ def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
+@pytest.mark.combinations(28)
 @pytest.mark.parametrize("budget", [1, 4, 13, 40])
 @pytest.mark.parametrize("anchored", [True, False])
 @pytest.mark.parametrize("kind", HEADS)
