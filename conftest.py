@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 
 FEW = 6  # combinations of parameters; a test with more of them
-COMBINATIONS = 3  # runs only so many
+COMBINATIONS = 2  # runs only so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
