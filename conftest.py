@@ -1,6 +1,6 @@
 """Which tests `make test` runs: not the slow ones, and of those with many combinations of parameters only some.
 
-With `--exhaustive` (`make test-all`, which CI runs) all are run; so are tests that are named on the command line.
+With `--exhaustive` (`make test-all`, which CI runs) all are run; so is everything if the command line names a test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than two seconds; run with --exhaustive")
-    config.addinivalue_line("markers", "combinations(n): run so many of its combinations of parameters without it, too")
+    config.addinivalue_line(
+        "markers", "combinations(n): without --exhaustive, run so many combinations of its parameters"
+    )
     config.addinivalue_line("markers", "by_the_clock: rounds draft only where that pays, as users have it")
 
 

@@ -9,7 +9,7 @@ forward.
 
 The graphs of a model share one memory pool: only one of them runs at a time, and their outputs are copied out of it, so
 that the temporary tensors of all shapes may lie at the same addresses. A drafter has a pool of its own, because it may
-run beside its target (SpecBranch).
+run beside its target (`drafters/beside.py`).
 
 A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
 a GPU replace the graph by an emulation; the speed on a GPU has not been measured.

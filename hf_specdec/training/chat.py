@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -195,8 +195,8 @@ def write_invented(
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
-        count: messages to invent; slightly fewer are kept. A later call may ask for more: files that exist stay as they
-            are.
+        count: messages to invent; slightly fewer are kept. A later call that asks for more adds files; the last file of
+            the earlier call stays as short as it was.
         folder: of the files.
         settings: of the answers.
         texts: what the requests are about, one each; at most as many requests are written.
@@ -351,7 +351,8 @@ class _Writer:
             if not asked:
                 return
             room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
-            answers = self._continue(prompts, room, [temperatures[row] for row in asked], draw, self.ends)
+            asked_at = [temperatures[row] for row in asked]
+            answers = continuations(self.model, prompts, room, asked_at, draw, self.ends, settings.batch_size)
             for index, ids, answer in zip(asked, prompts, answers, strict=True):
                 text = self.tokenizer.decode(answer, skip_special_tokens=True)
                 histories[index].append({"role": "assistant", "content": text})
@@ -397,7 +398,8 @@ class _Writer:
             most = REQUEST_TOKENS
             ends |= {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
         count = len(openings)
-        written = self._continue(openings, [most] * count, [1.0] * count, draw, ends)
+        at_once = self.settings.batch_size
+        written = continuations(self.model, openings, [most] * count, [1.0] * count, draw, ends, at_once)
         return [
             self.tokenizer.decode([*first, *ids], skip_special_tokens=True).strip() if ids[-1] in ends else ""
             for first, ids in zip(begun, written, strict=True)
@@ -412,16 +414,6 @@ class _Writer:
             requests, group = self.user_messages([[]] * len(texts), draw, words), "texts"
             messages = [ask and f"{ask}\n\n{text}" for ask, text in zip(requests, texts, strict=True)]
         return [Conversation(({"role": "user", "content": text},), group) for text in messages if text]
-
-    def _continue(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: Sequence[int],
-        temperatures: Sequence[float],
-        draw: torch.Generator,
-        ends: Set[int],
-    ) -> list[list[int]]:
-        return continuations(self.model, prompts, room, temperatures, draw, ends, self.settings.batch_size)
 
 
 def random_share(draw: torch.Generator) -> float:

@@ -53,9 +53,11 @@ class BufferedLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :width] for buffer in self._buffers)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in tensors of their own."""
-        super().batch_select_indices(indices)
-        self._buffers = None
+        """Keeps these rows, in one copy that has the buffers' room for further entries."""
+        assert self._buffers is not None, "a layer that has read something"
+        width = self.keys.shape[2]
+        self._buffers = self._buffers[0][indices], self._buffers[1][indices]
+        self.keys, self.values = (buffer[:, :, :width] for buffer in self._buffers)
 
 
 def _longer(held: Tensor, entries: int) -> Tensor:
@@ -119,6 +121,7 @@ def continuations(
             text = written[row]
             if row not in ended:
                 text.append(token)
+                # Not for each token: it reads the whole text.
                 loops = len(text) % LOOP == 0 and len(before_loop(text)) < len(text)
                 if token in ends or len(text) == room[row] or loops:
                     ended.add(row)

@@ -109,7 +109,9 @@ def test_a_step_does_not_copy_what_the_cache_holds():
             places.add(cache.layers[0].keys.data_ptr())
         assert len(places) == 1
         cache.batch_select_indices(torch.tensor([0]))
+        place = cache.layers[0].keys.data_ptr()
         target(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
+        assert cache.layers[0].keys.data_ptr() == place, "rows leave with one copy"
     assert cache.get_seq_length() == 5
 
 
