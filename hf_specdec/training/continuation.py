@@ -185,7 +185,11 @@ class _Batch:
         """Reads one token of each row, [rows] int64."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], 1)
         self.positions = self.positions + 1
-        self.logits = self._forward(token_ids.unsqueeze(1), self.mask, self.positions, self.cache)
+        mask = self.mask
+        if self.takes_more:
+            # Additive, for `tree_attention`; the host's own attention takes 4 times as long with heads in groups.
+            mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
+        self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         with self.attention:
