@@ -23,7 +23,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.options import DrafterOptions
+from hf_specdec.drafters.options import PausingOptions
 from hf_specdec.drafters.registry import Serving, register
 
 __all__ = ["LookaheadDrafter", "LookaheadOptions"]
@@ -32,13 +32,14 @@ MOST = 64  # of each option
 
 
 @dataclass(slots=True, kw_only=True)
-class LookaheadOptions(DrafterOptions):
+class LookaheadOptions(PausingOptions):
     """Drafting options of look-ahead decoding. A round verifies up to (window + guesses) * (ngram - 1) nodes.
 
     Attributes:
         window: W, tokens that are guessed ahead in each iteration.
         ngram: N, tokens of an n-gram, its first included.
         guesses: G, n-grams of the pool that are verified in a round.
+        pauses: see `PausingOptions`.
     """
 
     method = "lookahead"
@@ -47,7 +48,7 @@ class LookaheadOptions(DrafterOptions):
     guesses: int = 7
 
     def validate(self, config: Any = None) -> None:
-        DrafterOptions.validate(self, config)
+        PausingOptions.validate(self, config)
         self.check_integers(window=MOST, ngram=MOST, guesses=MOST)
         if self.ngram < 2:
             raise ValueError(f"ngram={self.ngram} must be at least 2: an n-gram is a token and what follows it.")
@@ -134,7 +135,7 @@ class LookaheadGenerator(TreeCandidateGenerator):
 
     def observe(self, committed: Committed) -> None:
         tree = committed.tree
-        if tree is None or self.levels is None:
+        if tree is None or tree.num_nodes == 1 or self.levels is None:  # nothing was drafted
             return
         # The host's own loop verifies one path only, and policies may cut a tree: unknown guesses stay as they are.
         known = committed.target_logits.shape[1] if committed.target_logits.shape[1] == tree.num_nodes else 0

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from hf_specdec import load_drafter
+from hf_specdec.decoding.policies import AutoBudget
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.lookahead import LookaheadDrafter, LookaheadGenerator, LookaheadOptions
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
 
 
-def test_the_newest_iteration_is_what_the_target_chooses_after_each_path() -> None:
+@pytest.mark.by_the_clock
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_newest_iteration_is_what_the_target_chooses_after_each_path(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every `every`-th round: the others do not draft, and leave the window as it is."""
     target, prompt = make_target("llama", "sdpa", torch.float64), one_prompt()
-    watched = Watched(LookaheadDrafter(window=3, ngram=4, guesses=2))
+    watched, rounds = Watched(LookaheadDrafter(window=3, ngram=4, guesses=2)), itertools.count()
+    monkeypatch.setattr(AutoBudget, "note", lambda self, *arguments: None)
+    monkeypatch.setattr(AutoBudget, "drafting", property(lambda self: next(rounds) % every == 0))
     target.generate(**prompt, max_new_tokens=12, do_sample=False, assistant_model=watched)
+    assert len(watched.rounds) > 2 and (watched.stats.num_undrafted_steps > 0) == (every > 1)
     start = watched.rounds[0].text(0)
     window = [[start[-1 - (level + place)] for place in range(3)] for level in range(3)]
     for each in watched.rounds:

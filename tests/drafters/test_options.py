@@ -37,6 +37,12 @@ def test_misspelt_names_are_refused_however_they_are_set(method: str, target: Pr
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_every_method_pauses_by_default_while_drafting_does_not_pay(method: str, target: PreTrainedModel) -> None:
+    drafter: Any = METHODS[method](target)
+    assert type(drafter.options).defaults(getattr(drafter, "config", None)).pauses
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_an_option_cannot_be_set_as_an_attribute_of_the_drafter(method: str, target: PreTrainedModel) -> None:
     drafter: Any = METHODS[method](target)
     for name in asdict(drafter.options):
