@@ -26,7 +26,8 @@ def test_the_newest_iteration_is_what_the_target_chooses_after_each_path(
     monkeypatch.setattr(AutoBudget, "note", lambda self, *arguments: None)
     monkeypatch.setattr(AutoBudget, "drafting", property(lambda self: next(rounds) % every == 0))
     target.generate(**prompt, max_new_tokens=12, do_sample=False, assistant_model=watched)
-    assert len(watched.rounds) > 2 and (watched.stats.num_undrafted_steps > 0) == (every > 1)
+    assert len(watched.rounds) > 2
+    assert (watched.stats.num_undrafted_steps > 0) == (every > 1)
     start = watched.rounds[0].text(0)
     window = [[start[-1 - (level + place)] for place in range(3)] for level in range(3)]
     for each in watched.rounds:
