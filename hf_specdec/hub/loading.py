@@ -82,6 +82,7 @@ def load_drafter(
     local_files_only: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | int | None = None,
+    device_map: torch.device | str | int | dict[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     acceptance: Relaxed | str | None = None,
     draft_vocab: Tensor | Sequence[int] | None = None,
@@ -100,6 +101,8 @@ def load_drafter(
         local_files_only: read from the Hub cache only, without requests.
         dtype: dtype of the drafter; None for the target's, or without a target the checkpoint's.
         device: device of the drafter; None for the target's, or without a target the CPU.
+        device_map: in place of `device`, as for transformers' models, but with one device: `"cuda:0"`, `{"": 0}`, or
+            "auto" for the target's.
         cache_dir: cache folder of the Hub client.
         acceptance: None for output that is the target's own; see `Drafter.acceptance` for what is not.
         draft_vocab: ids of the target's most frequent tokens, as from `frequent_token_ids`: only these are drafted, so
@@ -113,6 +116,8 @@ def load_drafter(
             out of range; the drafter does not fit the target.
         TypeError: `target` is not a model.
     """
+    if device_map is not None:
+        device = _device_of_map(device_map, device)
     if acceptance_rule(acceptance) is not None or draft_vocab is not None:
         drafter = load_drafter(
             path_or_repo, target, revision=revision, token=token, local_files_only=local_files_only, dtype=dtype,
@@ -431,6 +436,20 @@ def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     """The dtype of most stored weights; None if there are none."""
     floating = Counter(tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPES)
     return DTYPES[floating.most_common(1)[0][0]] if floating else None
+
+
+def _device_of_map(device_map: Any, device: Any) -> Any:
+    """The one device of a `device_map`; None for the target's."""
+    if device is not None:
+        raise ValueError(f"device={device!r} and device_map={device_map!r} were both given: leave one of them out.")
+    if not isinstance(device_map, dict):
+        return None if device_map == "auto" else device_map
+    if len(set(map(str, device_map.values()))) != 1:
+        raise ValueError(
+            f"device_map={device_map!r} does not name one device, and a drafter is not divided: give that of the "
+            'target\'s first layer, as in device_map={"": 0}, or leave it out.'
+        )
+    return next(iter(device_map.values()))
 
 
 def _device_for(target: PreTrainedModel | None) -> torch.device:

@@ -298,6 +298,19 @@ def test_device_that_is_not_here_raises_before_anything_is_read(device: Any) -> 
         load_drafter("./absent", device=device)
 
 
+def test_device_map_of_transformers_names_one_device(folder: Path, target: PreTrainedModel) -> None:
+    for device_map in ("meta", {"": "meta"}, {"layers": "meta", "fc": torch.device("meta")}):
+        assert load_drafter(folder, device_map=device_map).device.type == "meta"
+    assert load_drafter(folder, target, device_map="auto").device == target.device
+    for device_map in ({}, {"layers": "cpu", "fc": "meta"}):
+        with pytest.raises(ValueError, match="device_map=.* does not name one device, and a drafter is not divided"):
+            load_drafter("./absent", device_map=device_map)
+    with pytest.raises(ValueError, match="device='cpu' and device_map='auto' were both given: leave one of them out"):
+        load_drafter("./absent", device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="device='balanced' is not available"):
+        load_drafter("./absent", device_map="balanced")
+
+
 def test_ngram_names_the_drafter_that_needs_no_checkpoint(
     hub: LoopbackHub, folder: Path, chdir: Callable[[Path], None]
 ) -> None:
