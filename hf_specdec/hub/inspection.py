@@ -129,7 +129,13 @@ def inspect_drafter(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fill(found, source, folder)
-    found.notes += [str(warning.message) for warning in caught] + _prediction_layer(found, folder)
+    found.notes += [str(warning.message) for warning in caught]
+    with suppress(OSError, ValueError):  # which are among the problems
+        fields = read_json(folder / CONFIG_FILE, found.name)
+        # `found.tensors` is empty if the config was refused.
+        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
+        if (note := layer_note(names, fields)) is not None:
+            found.notes.append(note)
     return found
 
 
@@ -156,18 +162,6 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
             found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
-
-
-def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
-    """A note on the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
-    try:
-        fields = read_json(folder / CONFIG_FILE, found.name)
-        # `found.tensors` is empty if the config was refused.
-        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
-    except (OSError, ValueError):
-        return []
-    note = layer_note(names, fields)
-    return [] if note is None else [note]
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
