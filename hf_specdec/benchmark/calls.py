@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,21 +195,16 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.before: int | None
+        self.before: int | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
-            return
-        if not abilities(device).host_memory:
-            self.before = None
-            return
-        try:
-            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
-                libc.malloc_trim(0)
-            _CLEAR_REFS.write_text("5", encoding="ascii")  # resets the peak, see proc(5)
-            self.before = _resident("VmRSS")
-        except OSError:  # the file is missing or not writable
-            self.before = None
+        elif abilities(device).host_memory:
+            with suppress(OSError):  # the file is missing or not writable
+                if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+                    libc.malloc_trim(0)
+                _CLEAR_REFS.write_text("5", encoding="ascii")  # resets the peak, see proc(5)
+                self.before = _resident("VmRSS")
 
     def peak_bytes(self) -> int | None:
         """Bytes; None if unknown."""

@@ -174,10 +174,9 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
         parts = api.get_safetensors_metadata(source.name, revision=folder.name).files_metadata
     except NotASafetensorsRepoError as error:
         parts = {}
-        for file in format.other_weights:
-            if file.endswith(".safetensors"):
-                with suppress(EntryNotFoundError):
-                    parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
+        for file in (file for file in format.other_weights if file.endswith(".safetensors")):
+            with suppress(EntryNotFoundError):
+                parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
         if not parts:
             raise ValueError(
                 "There are no safetensors weights in the repo; pickles are read only in a local folder."
