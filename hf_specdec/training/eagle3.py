@@ -33,8 +33,8 @@ from hf_specdec.training.vocabulary import (
     checked_vocabulary_size,
     choose_vocabulary,
     copy_final_norm,
+    copy_head,
     draft_ids,
-    head_weights,
 )
 
 
@@ -146,11 +146,9 @@ def new_drafter(
     return drafter
 
 
-@torch.no_grad()
 def _copy_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
     """Copies the target's final norm and the rows of its head for the draft vocabulary."""
-    target_ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
-    drafter.lm_head.weight.copy_(head_weights(target, target_ids))
+    copy_head(drafter.lm_head.weight, target, drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size)))
     copy_final_norm(drafter.norm.weight, target)
 
 

@@ -36,7 +36,7 @@ from hf_specdec.training.vocabulary import (
     checked_vocabulary_size,
     choose_vocabulary,
     copy_final_norm,
-    head_weights,
+    copy_head,
 )
 
 RankLoss = Literal["paper", "published"]
@@ -518,10 +518,9 @@ def new_drafter(
     return drafter
 
 
-@torch.no_grad()
 def _copy_head(drafter: SpecBlockDrafter, target: PreTrainedModel) -> None:
     """Copies the rows of the target's head for the draft vocabulary."""
-    drafter.lm_head.weight.copy_(head_weights(target, drafter.target_ids(torch.arange(len(drafter.d2t)))))
+    copy_head(drafter.lm_head.weight, target, drafter.target_ids(torch.arange(len(drafter.d2t))))
 
 
 @torch.no_grad()

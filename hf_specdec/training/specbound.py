@@ -28,7 +28,7 @@ from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
-from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
+from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary, copy_head
 
 
 class SpecBoundStep(TrainingStep):
@@ -159,13 +159,10 @@ def new_drafter(
     return drafter
 
 
-@torch.no_grad()
 def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
     """Copies the rows of the target's head for the draft vocabulary to the full heads."""
-    rows = target.get_output_embeddings().weight
     for exit_head in drafter.heads.values():
-        weight: Tensor = exit_head.weight  # type: ignore[assignment]
-        weight.copy_(rows if drafter.draft_ids is None else rows[drafter.draft_ids.to(rows.device)])
+        copy_head(exit_head.weight, target, drafter.draft_ids)  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)

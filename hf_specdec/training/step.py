@@ -40,7 +40,7 @@ class TrainingStep(ABC):
         drafter: the drafter to train.
         target: the frozen target it drafts for.
         loss: see `position_losses`.
-        last_hidden: whether the input of the target's head is read; None: if the loss needs it.
+        last_hidden: read the input of the target's head even where the loss does not need it.
         same_size: whether drafter and target must have vocabularies of one size.
 
     Raises:
@@ -65,7 +65,7 @@ class TrainingStep(ABC):
         target: PreTrainedModel,
         loss: LossName,
         *,
-        last_hidden: bool | None = None,
+        last_hidden: bool = False,
         same_size: bool = True,
     ) -> None:
         drafter.check_target(target)
@@ -73,8 +73,7 @@ class TrainingStep(ABC):
             check_same_size(drafter, target, "training")
         check_loss(loss)
         self.drafter, self.loss = drafter, loss
-        if last_hidden is None:
-            last_hidden = loss in SOFT_LOSSES
+        last_hidden = last_hidden or loss in SOFT_LOSSES
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=last_hidden)
 
     @abstractmethod

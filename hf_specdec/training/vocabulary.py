@@ -52,10 +52,11 @@ def draft_ids(token_ids: Tensor, target_ids: Tensor) -> Tensor:
     return found.where(target_ids[found] == token_ids, -1)
 
 
-def head_weights(target: PreTrainedModel, target_ids: Tensor) -> Tensor:
-    """[tokens, hidden] rows of the target's head, to initialise a head over a draft vocabulary."""
+@torch.no_grad()
+def copy_head(goal: Tensor, target: PreTrainedModel, target_ids: Tensor | None) -> None:
+    """Copies rows of the target's head to a head over a draft vocabulary; None for all of them."""
     rows: Tensor = target.get_output_embeddings().weight
-    return rows[target_ids.to(rows.device)]
+    goal.copy_(rows if target_ids is None else rows[target_ids.to(rows.device)])
 
 
 @torch.no_grad()
