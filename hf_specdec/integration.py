@@ -25,7 +25,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,13 +60,22 @@ def enable() -> None:
         ImportError: the installed transformers has functions with unknown signatures.
     """
     check_host()
-    for name, wrap in _WRAPS.items():
+    for name, ours in _WRAPS.items():
         owner, _ = EXPECTED[name]
         function = getattr(owner, name)
         if not hasattr(function, "_hf_specdec_original"):
-            wrapped = wrap(function)
-            wrapped._hf_specdec_original = function
-            setattr(owner, name, wrapped)
+            setattr(owner, name, _wrapped(function, ours))
+
+
+def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in the place of `original` that calls ours with it as the first argument."""
+
+    @functools.wraps(original)  # generate() inspects the signature
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    wrapped._hf_specdec_original = original  # type: ignore[attr-defined]
+    return wrapped
 
 
 def disable() -> None:
@@ -138,26 +147,25 @@ def _wrapped_model(model: Any) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def hosts_loop() -> Iterator[None]:
-    """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
-    before = _IN_HOSTS_LOOP.set(True)
+def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _IN_HOSTS_LOOP.reset(before)
+        variable.reset(before)
+
+
+def hosts_loop() -> AbstractContextManager[None]:
+    """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
+    return _setting(_IN_HOSTS_LOOP, True)
 
 
 _IN_HOSTS_LOOP: ContextVar[bool] = ContextVar("in_hosts_loop", default=False)
 
 
-@contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer) -> AbstractContextManager[None]:
     """In this context, calls with a `Drafter` report their rounds to `observer`, too."""
-    before = _OBSERVERS.set((*_OBSERVERS.get(), observer))
-    try:
-        yield
-    finally:
-        _OBSERVERS.reset(before)
+    return _setting(_OBSERVERS, (*_OBSERVERS.get(), observer))
 
 
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
@@ -171,132 +179,90 @@ class _CallRefusedError(ValueError):
     """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
 
 
-def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        drafter = _ATTACHED.get(self)
-        if drafter is None:
-            return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        settings = vars(given.get("generation_config") or GenerationConfig()) | kwargs
-        if (
-            "assistant_model" in given
-            or given.get("custom_generate") is not None
-            or any(settings.get(name) for name in _HOSTS_ASSISTANTS)
-        ):
-            return original(self, *args, **kwargs)
-        try:
-            if kwargs.get("cache_implementation") == "paged":  # the host would decode with another function
-                raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
-            return original(self, *args, assistant_model=drafter, **kwargs)
-        except _CallRefusedError as refusal:
-            warnings.warn(
-                f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call; the output is not "
-                "affected.",
-                stacklevel=2,
-            )
+def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    drafter = _ATTACHED.get(self)
+    if drafter is None:
         return original(self, *args, **kwargs)
-
-    return generate
-
-
-def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)  # generate() inspects the signature
-    def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(assistant_model, Drafter):
-            return original(self, *args, assistant_model=assistant_model, **kwargs)
-        input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
-        assistant_model.check_pairing(self, input_ids)
-        try:
-            if _IN_HOSTS_LOOP.get():
-                raise TreesRefusedError("hosts_loop() asks for chains")
-            check_supported(self)
-            check_trees(self, padded=padded)
-            return _decode_trees(self, assistant_model, *args, **kwargs)
-        except TreesRefusedError as refusal:  # raised before the first token
-            reason = str(refusal)
-        if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
-            raise ValueError(
-                f"acceptance={rule!r} needs the loop of this library: {reason}. Set drafter.acceptance = None, which "
-                "is lossless."
-            )
-        rows = len(input_ids)
-        calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
-        if rows == 1 and calls is not None:
-            return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
-        trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
-        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
-        trouble = trouble or continuation_refused(input_ids, kwargs) or why_no_chains(self, padded=padded)
-        if trouble is not None:
-            why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
-            return _decode_plainly(self, assistant_model, why, *args, **kwargs)
-        run = functools.partial(original, self, *args, **kwargs)
-        return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
-
-    return _assisted_decoding
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    settings = vars(given.get("generation_config") or GenerationConfig()) | kwargs
+    if (
+        "assistant_model" in given
+        or given.get("custom_generate") is not None
+        or any(settings.get(name) for name in _HOSTS_ASSISTANTS)
+    ):
+        return original(self, *args, **kwargs)
+    try:
+        if kwargs.get("cache_implementation") == "paged":  # the host would decode with another function
+            raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
+        return original(self, *args, assistant_model=drafter, **kwargs)
+    except _CallRefusedError as refusal:
+        warnings.warn(
+            f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call; the output is not affected.",
+            stacklevel=3,
+        )
+    return original(self, *args, **kwargs)
 
 
-def _wrap_get_candidate_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _get_candidate_generator(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        if isinstance(assistant_model, TreeCandidateGenerator):
-            return assistant_model
+def _assisted_decoding(
+    original: Callable[..., Any], self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any
+) -> Any:
+    if not isinstance(assistant_model, Drafter):
         return original(self, *args, assistant_model=assistant_model, **kwargs)
-
-    return _get_candidate_generator
-
-
-def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _validate_generation_mode(
-        self: PreTrainedModel,
-        generation_mode: GenerationMode,
-        generation_config: GenerationConfig,
-        generation_mode_kwargs: dict[str, Any],
-    ) -> None:
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if not isinstance(drafter, Drafter):
-            return original(self, generation_mode, generation_config, generation_mode_kwargs)
-        _check_call(self, drafter, generation_mode, generation_config, generation_mode_kwargs)
-        return None
-
-    return _validate_generation_mode
-
-
-def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
-        from hf_specdec.hub.loading import is_drafter, load_drafter  # which import the drafters
-
-        ours = False
-        with contextlib.suppress(OSError, ValueError):  # the host says what is wrong with the name
-            ours = isinstance(assistant_model, str) and is_drafter(assistant_model)
-        if ours:
-            assistant_model = load_drafter(assistant_model, model)
-        if not isinstance(assistant_model, Drafter):
-            return original(model, assistant_model, assistant_tokenizer)
-        return assistant_model, None
-
-    return load_assistant_model
+    input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
+    assistant_model.check_pairing(self, input_ids)
+    try:
+        if _IN_HOSTS_LOOP.get():
+            raise TreesRefusedError("hosts_loop() asks for chains")
+        check_supported(self)
+        check_trees(self, padded=padded)
+        return _decode_trees(self, assistant_model, *args, **kwargs)
+    except TreesRefusedError as refusal:  # raised before the first token
+        reason = str(refusal)
+    if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
+        raise ValueError(
+            f"acceptance={rule!r} needs the loop of this library: {reason}. Set drafter.acceptance = None, which "
+            "is lossless."
+        )
+    rows = len(input_ids)
+    calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
+    if rows == 1 and calls is not None:
+        return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
+    trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
+    trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
+    trouble = trouble or continuation_refused(input_ids, kwargs) or why_no_chains(self, padded=padded)
+    if trouble is not None:
+        why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
+        return _decode_plainly(self, assistant_model, why, *args, **kwargs)
+    run = functools.partial(original, self, *args, **kwargs)
+    return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
 
-# Arguments of `_assisted_decoding` that are not passed to the model.
-_OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer", CACHE}
-
-_WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
-    "generate": _wrap_generate,
-    "_assisted_decoding": _wrap_assisted_decoding,
-    "_get_candidate_generator": _wrap_get_candidate_generator,
-    "_validate_generation_mode": _wrap_validate_generation_mode,
-    "load_assistant_model": _wrap_load_assistant_model,
-}
+def _get_candidate_generator(
+    original: Callable[..., Any], self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any
+) -> Any:
+    if isinstance(assistant_model, TreeCandidateGenerator):
+        return assistant_model
+    return original(self, *args, assistant_model=assistant_model, **kwargs)
 
 
-def _check_call(
-    model: PreTrainedModel,
-    drafter: Drafter,
+def _load_assistant_model(
+    original: Callable[..., Any], model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any
+) -> Any:
+    from hf_specdec.hub.loading import is_drafter, load_drafter  # which import the drafters
+
+    ours = False
+    with contextlib.suppress(OSError, ValueError):  # the host says what is wrong with the name
+        ours = isinstance(assistant_model, str) and is_drafter(assistant_model)
+    if ours:
+        assistant_model = load_drafter(assistant_model, model)
+    if not isinstance(assistant_model, Drafter):
+        return original(model, assistant_model, assistant_tokenizer)
+    return assistant_model, None
+
+
+def _validate_generation_mode(
+    original: Callable[..., Any],
+    self: PreTrainedModel,
     mode: GenerationMode,
     config: GenerationConfig,
     mode_kwargs: dict[str, Any],
@@ -305,12 +271,15 @@ def _check_call(
 
     For settings it is a `_CallRefusedError`.
     """
+    drafter = mode_kwargs.get("assistant_model")
+    if not isinstance(drafter, Drafter):
+        return original(self, mode, config, mode_kwargs)
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise _CallRefusedError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
-    if config.use_cache is False and model.generation_config.use_cache is False:
+    if config.use_cache is False and self.generation_config.use_cache is False:
         config.use_cache = True  # False is the target's default, not an argument of this call
     if config.use_cache is False:
         raise _CallRefusedError(
@@ -336,22 +305,35 @@ def _check_call(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
-    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+    if self.training and any(getattr(part, "gradient_checkpointing", False) for part in self.modules()):
         raise ValueError(
-            f"Target {type(model).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
+            f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before generate."
         )
     # A PeftModel generates with the model it wraps, and sets this method of it to one of its own.
-    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    owner = getattr(self.prepare_inputs_for_generation, "__self__", self)
     peft_config = getattr(owner, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
         raise _CallRefusedError(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
-    _check_pair(model, drafter)
+    _check_pair(self, drafter)
     report_unused(config, mode_kwargs, drafter)
+    return None
+
+
+# Arguments of `_assisted_decoding` that are not passed to the model.
+_OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer"}
+
+_WRAPS: dict[str, Callable[..., Any]] = {
+    "generate": _generate,
+    "_assisted_decoding": _assisted_decoding,
+    "_get_candidate_generator": _get_candidate_generator,
+    "_validate_generation_mode": _validate_generation_mode,
+    "load_assistant_model": _load_assistant_model,
+}
 
 
 def _check_pair(model: PreTrainedModel, drafter: Drafter) -> None:
@@ -373,14 +355,10 @@ def _decode_trees(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    inputs_tensor: Any = None,
-    assistant_tokenizer: Any = None,
-    tokenizer: Any = None,
-    **model_kwargs: Any,
+    **others: Any,
 ) -> Any:
     """Runs our loop, which verifies trees."""
+    model_kwargs = {name: value for name, value in others.items() if name not in _OF_LOOP}
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)), layer_types)
@@ -411,7 +389,7 @@ def _decode_trees(
         records=records,
         policy=CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, len(input_ids), stats)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
-        streamer=streamer,
+        streamer=others.get("streamer"),
         networks=drafter.networks,
         relaxed=relaxed,
     )
@@ -515,7 +493,9 @@ def _decode_chains(
     if embeddings is not None and others.get("attention_mask") is not None:  # has no padding, and would be cut
         arguments["attention_mask"] = None
     if cache.get_seq_length():
-        chains.start_after(cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP})
+        chains.start_after(
+            cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP | {CACHE}}
+        )
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
             output = run(assistant_model=generator, **arguments)

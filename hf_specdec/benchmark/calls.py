@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,40 +127,31 @@ def measure(
     temperature: float,
     new_tokens: int,
     seed: int,
-    repeat: int,
-    batch: int,
-    groups: list[str],
+    **details: Any,
 ) -> tuple[Call, Tensor]:
-    """Runs one call; returns its record and the new ids [batch, new]."""
+    """Runs one call; returns its record, with `details` that are known before, and the new ids [batch, new]."""
     new_ids, seconds, clock = generate(model, inputs, variant, temperature, new_tokens, seed)
-    rows = len(new_ids)
-    stats = None if variant.drafter is None else variant.drafter.stats
-    speculation: dict[str, Any] = {}
-    if stats is not None:
-        speculation = {
-            "per_round": [list(row) for row in stats.per_step_accepted],
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_target_forwards": stats.num_target_forwards,
-            "stages_s": stats.stage_time_s,
-        }
-    return (
-        Call(
-            variant=variant.name,
-            temperature=temperature,
-            batch_size=rows,
-            repeat=repeat,
-            batch=batch,
-            groups=groups,
-            prompt_tokens=inputs["attention_mask"].sum(1).tolist(),
-            new_tokens=lengths(new_ids, model),
-            seconds=seconds,
-            ttft_s=clock.times[0] - clock.started,
-            swept_from=variant.swept_from,
-            budget=variant.settings.get("tree_budget") if variant.swept_from else None,
-            **speculation,
-        ),
-        new_ids,
+    call = Call(
+        variant=variant.name,
+        temperature=temperature,
+        batch_size=len(new_ids),
+        prompt_tokens=inputs["attention_mask"].sum(1).tolist(),
+        new_tokens=lengths(new_ids, model),
+        seconds=seconds,
+        ttft_s=clock.times[0] - clock.started,
+        swept_from=variant.swept_from,
+        budget=variant.settings.get("tree_budget") if variant.swept_from else None,
+        **details,
     )
+    if variant.drafter is not None and (stats := variant.drafter.stats) is not None:
+        call = replace(
+            call,
+            per_round=[list(row) for row in stats.per_step_accepted],
+            num_draft_tokens=stats.num_draft_tokens,
+            num_target_forwards=stats.num_target_forwards,
+            stages_s=stats.stage_time_s,
+        )
+    return call, new_ids
 
 
 def lengths(new_ids: Tensor, model: PreTrainedModel) -> list[int]:
@@ -202,21 +195,16 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.before: int | None
+        self.before: int | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
-            return
-        if not abilities(device).host_memory:
-            self.before = None
-            return
-        try:
-            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
-                libc.malloc_trim(0)
-            _CLEAR_REFS.write_text("5", encoding="ascii")  # resets the peak, see proc(5)
-            self.before = _resident("VmRSS")
-        except OSError:  # the file is missing or not writable
-            self.before = None
+        elif abilities(device).host_memory:
+            with suppress(OSError):  # the file is missing or not writable
+                if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+                    libc.malloc_trim(0)
+                _CLEAR_REFS.write_text("5", encoding="ascii")  # resets the peak, see proc(5)
+                self.before = _resident("VmRSS")
 
     def peak_bytes(self) -> int | None:
         """Bytes; None if unknown."""

@@ -212,15 +212,10 @@ def _measured(
     """The records of all calls, and the drafters' own tables."""
     # generate repeats warnings about its settings in every call; here there are thousands of calls.
     transformers.logging.set_verbosity_error()
-    with tqdm(total=_num_calls(settings, compared, len(rendered)), leave=False, disable=None) as progress:
-
-        def advance(variant: str) -> None:
-            progress.set_description(variant, refresh=False)
-            progress.update()
-
-        yield from run(model, tokenizer, compared, rendered, settings, advance)
-        inputs = [tokenise(tokenizer, [text], chat=settings.chat).to(model.device) for text, _ in rendered]
-        yield from tables([variant for variant in compared if variant.swept_from is None], model, inputs)
+    made = run(model, tokenizer, compared, rendered, settings)
+    yield from tqdm(made, total=_num_calls(settings, compared, len(rendered)), leave=False, disable=None)
+    inputs = [tokenise(tokenizer, [text], chat=settings.chat).to(model.device) for text, _ in rendered]
+    yield from tables([variant for variant in compared if variant.swept_from is None], model, inputs)
 
 
 def _prompts(prompts: str | Sequence[str] | None, limit: int, target: str, bundled: bool) -> tuple[list[Prompt], str]:
@@ -252,7 +247,7 @@ def _num_calls(settings: Settings, compared: Sequence[Variant], num_prompts: int
     for size in settings.batch_sizes:
         batches = num_prompts // size
         in_sweep = min(batches, -(-settings.sweep_prompts // size))
-        calls += settings.repeats * (batches * own * len(settings.temperatures) + in_sweep * swept) + len(compared)
+        calls += settings.repeats * (batches * own * len(settings.temperatures) + in_sweep * swept)
     return calls
 
 

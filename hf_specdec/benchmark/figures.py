@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -115,32 +116,27 @@ def cells(calls: Iterable[Call], environment: Environment) -> list[Cell]:
         calls: in any order.
         environment: of the run.
     """
-    by_cell: dict[tuple[float, int], list[Call]] = {}
+    by_cell: dict[tuple[float, int], list[Call]] = defaultdict(list)
     for call in calls:
-        by_cell.setdefault((call.temperature, call.batch_size), []).append(call)
+        by_cell[call.temperature, call.batch_size].append(call)
     return [_cell(temperature, size, own, environment) for (temperature, size), own in by_cell.items()]
 
 
 def _cell(temperature: float, batch_size: int, calls: list[Call], environment: Environment) -> Cell:
-    by_variant: dict[str, list[Call]] = {}
+    by_variant: dict[str, list[Call]] = defaultdict(list)
     for call in calls:
-        by_variant.setdefault(call.variant, []).append(call)
+        by_variant[call.variant].append(call)
     baselines = {name: by_variant.get(name, []) for name in (PLAIN, PACKED, COMPILED)}
     figures: list[Figures] = []
-    sweeps: dict[str, list[tuple[int, Figures]]] = {}
-    for own in by_variant.values():
+    sweeps: dict[str, list[tuple[int, Figures]]] = defaultdict(list)
+    for own in sorted(by_variant.values(), key=lambda own: own[0].budget or 0):  # only swept variants have one
         made = figures_of(own, baselines, environment)
         if own[0].swept_from is None:
             figures.append(made)
         else:
             assert own[0].budget is not None
-            sweeps.setdefault(own[0].swept_from, []).append((own[0].budget, made))
-    return Cell(
-        temperature,
-        batch_size,
-        ranked(figures),
-        {name: sorted(points, key=lambda point: point[0]) for name, points in sweeps.items()},
-    )
+            sweeps[own[0].swept_from].append((own[0].budget, made))
+    return Cell(temperature, batch_size, ranked(figures), dict(sweeps))
 
 
 def ranked(figures: list[Figures]) -> list[Figures]:
@@ -166,7 +162,6 @@ def _over(baseline: list[Call], calls: list[Call]) -> Spread | None:
 
 def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment: Environment) -> Figures:
     """One variant's figures from its calls and those of the baselines in the same cell."""
-    is_plain = calls[0].variant == PLAIN
     seconds = sum(call.seconds for call in calls)
     speedups = speedups_by_prompt(calls, baselines[PLAIN])
     rounds = [accepted for call in calls for row in call.per_round for accepted in row]
@@ -178,15 +173,15 @@ def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment:
     tpots = [(call.seconds - call.ttft_s) / (max(call.new_tokens) - 1) for call in calls if max(call.new_tokens) > 1]
     gaps = [call.difference.top2_gap for call in calls if call.difference is not None]
     compared = [call.identical for call in calls if call.identical is not None]
-    groups: dict[str, list[float]] = {}
-    for batch, speedup in speedups.items():
-        for group in _groups_of(calls, batch):
-            groups.setdefault(group, []).append(speedup)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for batch, groups_of_batch in {call.batch: call.groups for call in calls}.items():
+        for group in dict.fromkeys(groups_of_batch) if batch in speedups else ():
+            groups[group].append(speedups[batch])
     peaks = [call.peak_bytes for call in calls if call.peak_bytes is not None]
     return Figures(
         variant=calls[0].variant,
         tokens_per_s=Spread.of(rates_by_repeat(calls)),
-        speedup=None if is_plain or not speedups else Spread.of(list(speedups.values())),
+        speedup=_over(baselines[PLAIN], calls),
         speedup_packed=_over(baselines[PACKED], calls),
         speedup_compiled=_over(baselines[COMPILED], calls),
         speedup_by_group={group: Spread.of(values) for group, values in groups.items()},
@@ -206,24 +201,17 @@ def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment:
 
 def rates_by_repeat(calls: Iterable[Call]) -> list[float]:
     """Tokens per second of each repeat: all its tokens over all its time, prefill included."""
-    tokens: dict[int, int] = {}
-    seconds: dict[int, float] = {}
+    by_repeat: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
-        tokens[call.repeat] = tokens.get(call.repeat, 0) + sum(call.new_tokens)
-        seconds[call.repeat] = seconds.get(call.repeat, 0.0) + call.seconds
-    return [tokens[repeat] / seconds[repeat] for repeat in tokens]
+        by_repeat[call.repeat].append(call)
+    return [sum(sum(call.new_tokens) for call in own) / sum(call.seconds for call in own) for own in by_repeat.values()]
 
 
 def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[int, float]:
     """The ratio of tokens per second to the baseline's, by batch of prompts; the median over repeats."""
     rates = {(call.batch, call.repeat): sum(call.new_tokens) / call.seconds for call in baseline}
-    ratios: dict[int, list[float]] = {}
+    ratios: dict[int, list[float]] = defaultdict(list)
     for call in calls:
-        base = rates.get((call.batch, call.repeat))
-        if base is not None:
-            ratios.setdefault(call.batch, []).append(sum(call.new_tokens) / call.seconds / base)
+        if (base := rates.get((call.batch, call.repeat))) is not None:
+            ratios[call.batch].append(sum(call.new_tokens) / call.seconds / base)
     return {batch: statistics.median(values) for batch, values in ratios.items()}
-
-
-def _groups_of(calls: Iterable[Call], batch: int) -> set[str]:
-    return {group for call in calls if call.batch == batch for group in call.groups}

@@ -22,7 +22,6 @@ def copy_bandwidth(
     device: torch.device | str,
     *,
     num_bytes: int | None = None,
-    repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Bytes per second that a large copy on `device` moves: bytes read plus bytes written over the best time.
@@ -30,7 +29,6 @@ def copy_bandwidth(
     Args:
         device: where to measure; on a CPU with as many threads as torch uses now.
         num_bytes: size of the copied tensor; None for several times the caches of the device.
-        repeats: copies that are timed, after one as warm-up; the fastest counts.
         clock: returns the time in seconds.
     """
     device = torch.device(device)
@@ -38,7 +36,7 @@ def copy_bandwidth(
     source = torch.ones(size, dtype=torch.uint8, device=device)
     goal = torch.empty_like(source)
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):  # the first one warms up
         wait_for(device)
         began = clock()
         goal.copy_(source)
@@ -61,24 +59,16 @@ def weight_bytes(model: nn.Module, *, borrowed: Iterable[nn.Module] = ()) -> int
     Raises:
         ValueError: the model has experts, and its config does not give the number that a token uses.
     """
-    modules = [model, *borrowed]
-    counted: set[int] = set()
+    counted: set[nn.Parameter] = set()
     total = 0.0
-    for root in modules:
-        share: float | None = None
+    for root in (model, *borrowed):
         for prefix, module in root.named_modules():
             if isinstance(module, nn.Embedding):
                 continue
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) in counted:
-                    continue
-                counted.add(id(parameter))
-                size = parameter.numel() * parameter.element_size()
-                if "experts" in prefix.split("."):
-                    share = _active_share(root) if share is None else share
-                    total += size * share
-                else:
-                    total += size
+            own = set(module.parameters(recurse=False)) - counted
+            share = _active_share(root) if own and "experts" in prefix.split(".") else 1.0
+            total += share * sum(parameter.nbytes for parameter in own)
+            counted |= own
     return round(total)
 
 

@@ -6,10 +6,12 @@ A set is a list of `Prompt`s with groups, so that the speedup can be shown per g
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,8 @@ class NamedSet:
         field: column of the prompt; dots for nested columns; of a list (of turns) the first entry is used.
         config: of the dataset.
         template: around the prompt.
-        group_field: column with the name of the group; None for the set's own name.
         files: for builders.
-        groups: group by value of that column, for groups with another name.
-        other_group: for all values that are not in `groups`; None for the value itself.
+        group: of a row; None for the set's own name.
     """
 
     repo: str
@@ -58,10 +58,8 @@ class NamedSet:
     field: str
     config: str | None = None
     template: str = "{}"
-    group_field: str | None = None
     files: str | None = None
-    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    other_group: str | None = None
+    group: Callable[[Any], str] | None = None
 
 
 NAMED_SETS: dict[str, NamedSet] = {
@@ -70,11 +68,9 @@ NAMED_SETS: dict[str, NamedSet] = {
         "train",
         "turns",
         files=SPEC_BENCH,
-        group_field="category",
-        groups={name: name for name in SPEC_BENCH_GROUPS},
-        other_group="mt_bench",
+        group=lambda row: row["category"] if row["category"] in SPEC_BENCH_GROUPS else "mt_bench",
     ),
-    "mt-bench": NamedSet("HuggingFaceH4/mt_bench_prompts", "train", "prompt", group_field="category"),
+    "mt-bench": NamedSet("HuggingFaceH4/mt_bench_prompts", "train", "prompt", group=lambda row: str(row["category"])),
     "humaneval": NamedSet("openai/openai_humaneval", "test", "prompt"),
     "gsm8k": NamedSet("openai/gsm8k", "test", "question", config="main"),
     "math-500": NamedSet("HuggingFaceH4/MATH-500", "test", "problem"),
@@ -194,17 +190,9 @@ def read_named(name: str, known: NamedSet) -> list[Prompt]:
         ) from error
     prompts = []
     for row in rows:
-        value = _first(_at(row, known.field))
-        group = name if known.group_field is None else str(row[known.group_field])
-        group = known.groups.get(group, known.other_group or group)
-        prompts.append(Prompt(known.template.format(value), group))
+        value = _first(functools.reduce(operator.getitem, known.field.split("."), row))
+        prompts.append(Prompt(known.template.format(value), name if known.group is None else known.group(row)))
     return prompts
-
-
-def _at(row: Any, field: str) -> Any:
-    for key in field.split("."):
-        row = row[key]
-    return row
 
 
 def _first(value: Any) -> Any:
@@ -215,8 +203,7 @@ def _interleave(prompts: Iterable[Prompt]) -> list[Prompt]:
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
-    longest = max(map(len, groups.values()))
-    return [own[turn] for turn in range(longest) for own in groups.values() if turn < len(own)]
+    return [prompt for turn in zip_longest(*groups.values()) for prompt in turn if prompt is not None]
 
 
 def render(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: Thinking) -> str:

@@ -16,6 +16,10 @@ def _of(spread: Spread | None, form: Callable[[float], str]) -> str:
     return median if low == high == median else f"{median} ({low}-{high})"
 
 
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 def _identical(figures: Figures) -> str:
     if not figures.num_compared:
         return "-"
@@ -48,15 +52,11 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "speedup over eager": lambda own: speedup(own.speedup),
     "over packed": lambda own: "-" if own.speedup_packed is None else f"{own.speedup_packed.median:.2f}x",
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
-    "mean acceptance length": lambda own: (
-        "-" if own.mean_acceptance_length is None else f"{own.mean_acceptance_length:.2f}"
-    ),
-    "draft acceptance rate": lambda own: (
-        "-" if own.draft_acceptance_rate is None else f"{own.draft_acceptance_rate:.0%}"
-    ),
-    "drafting": lambda own: "-" if own.drafting_share is None else f"{own.drafting_share:.0%}",
+    "mean acceptance length": lambda own: _or_dash(own.mean_acceptance_length, ".2f"),
+    "draft acceptance rate": lambda own: _or_dash(own.draft_acceptance_rate, ".0%"),
+    "drafting": lambda own: _or_dash(own.drafting_share, ".0%"),
     "ms per round": lambda own: milliseconds(sum(own.round_s.values())) if own.round_s else "-",
-    "round / floor": lambda own: "-" if own.round_to_floor is None else f"{own.round_to_floor:.1f}",
+    "round / floor": lambda own: _or_dash(own.round_to_floor, ".1f"),
     "TTFT ms": lambda own: milliseconds(own.ttft_s.median),
     "TPOT ms": lambda own: "-" if own.tpot_s is None else milliseconds(own.tpot_s.median),
     "peak MB": lambda own: "-" if own.peak_bytes is None else f"{own.peak_bytes / 1e6:.1f}",

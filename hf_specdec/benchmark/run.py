@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,6 @@ def run(
     variants: Sequence[Variant],
     prompts: Sequence[tuple[str, Prompt]],
     settings: Settings,
-    advance: Callable[[str], None],
 ) -> Iterator[Record]:
     """Measures all variants on all prompts.
 
@@ -89,7 +88,6 @@ def run(
         variants: must include plain eager decoding.
         prompts: rendered text with the prompt it was made from.
         settings: of the run.
-        advance: called with the name of a variant before each of its calls.
 
     Yields:
         A `Call` per call, and a `Note` for everything that could not be measured.
@@ -109,7 +107,6 @@ def run(
         usable, peaks = [], {}
         longest = max(inputs, key=_length)
         for variant, problem in warm_up(model, inputs, variants, settings.new_tokens):
-            advance(variant.name)
             if problem is None:
                 usable.append(variant)
                 if variant.swept_from is None:
@@ -120,29 +117,26 @@ def run(
             for repeat in range(settings.repeats):
                 for number, (batch, own) in enumerate(zip(batches, inputs, strict=True)):
                     in_sweep = number * size < settings.sweep_prompts and temperature == settings.temperatures[0]
-                    groups = [prompt.group for _, prompt in batch]
                     for call in _in_turn(
-                        model, own, [variant for variant in usable if in_sweep or variant.swept_from is None], advance,
-                        temperature=temperature, new_tokens=settings.new_tokens, repeat=repeat, batch=number,
-                        groups=groups,
-                    ):  # fmt: skip
+                        model,
+                        own,
+                        [variant for variant in usable if in_sweep or variant.swept_from is None],
+                        temperature=temperature,
+                        new_tokens=settings.new_tokens,
+                        repeat=repeat,
+                        batch=number,
+                        groups=[prompt.group for _, prompt in batch],
+                    ):
                         yield replace(call, peak_bytes=peaks.get(call.variant))
 
 
 def _in_turn(
-    model: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    variants: Sequence[Variant],
-    advance: Callable[[str], None],
-    **details: Any,
+    model: PreTrainedModel, inputs: dict[str, Tensor], variants: Sequence[Variant], **details: Any
 ) -> Iterator[Call]:
     """Runs all variants on the same prompts in a new random order, then compares their outputs."""
     seed = hash((details["repeat"], details["batch"])) % 2**31
     order = random.Random(seed).sample(variants, len(variants))
-    measured = {}
-    for variant in order:
-        advance(variant.name)
-        measured[variant.name] = calls.measure(model, inputs, variant, seed=seed, **details)
+    measured = {variant.name: calls.measure(model, inputs, variant, seed=seed, **details) for variant in order}
     plain_ids = measured[PLAIN][1]
     for variant in variants:
         call, new_ids = measured[variant.name]

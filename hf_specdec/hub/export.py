@@ -113,7 +113,8 @@ def export_drafter(
     if (head_ids := serving.head_ids(drafter)) is not None:
         tensors["lm_head.weight"] = _head_rows(place, drafter, head_ids)
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
-    known = _target_config(place)
+    file = Path(place) / CONFIG_FILE
+    known = _language_model(read_json(file, place)) if file.is_file() else {}
     if num_target_layers is None:
         num_target_layers = getattr(drafter.config, "num_target_layers", None) or known.get("num_hidden_layers")
     target = {
@@ -214,19 +215,24 @@ def _target_place(name: str, target_id: str | None, to: str) -> str:
     )
 
 
-def _target_config(target: str) -> dict[str, Any]:
-    """The language model's fields of the config in a target's folder; empty if there is no folder."""
-    file = Path(target) / CONFIG_FILE
-    return _language_model(read_json(file, target)) if file.is_file() else {}
-
-
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the language model in a target's config."""
     return dict(config.get("text_config") or {}) | config
 
 
 def _check_free(folder: Path, *, overwrite: bool = True) -> None:
-    """Raises ValueError if the folder holds files of a checkpoint; `overwrite` permits an earlier export for vLLM."""
-    if in_the_way := _in_the_way(folder, overwrite):
+    """Raises ValueError if the folder holds files of a checkpoint: engines load every weight file that they find.
+
+    `overwrite` permits an earlier export for vLLM.
+    """
+    ours: set[str] = set()
+    if overwrite and (folder / CONFIG_FILE).is_file():
+        fields = read_json(folder / CONFIG_FILE, str(folder))
+        if "speculators_config" in fields or _EXPORT_MARK in fields:
+            ours = {CONFIG_FILE, WEIGHTS_FILE, "generation_config.json"}
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".py", CONFIG_FILE)
+    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    if in_the_way := [name for name in found if name.endswith(kinds) and name not in ours]:
         raise ValueError(
             f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or readers would "
             "load more than the export. Clear it, or give another folder."
@@ -259,18 +265,3 @@ def _head_rows(target: str, drafter: PretrainedDrafter, ids: Tensor) -> Tensor:
             f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: it is another target."
         )
     return head[ids.cpu()].contiguous()
-
-
-def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
-    """Files of a checkpoint in a folder, except those of an earlier export for vLLM if `overwrite` permits it.
-
-    Engines load every weight file that they find in a repo.
-    """
-    earlier = False
-    if overwrite and (folder / CONFIG_FILE).is_file():
-        fields = read_json(folder / CONFIG_FILE, str(folder))
-        earlier = "speculators_config" in fields or _EXPORT_MARK in fields
-    ours = {CONFIG_FILE, WEIGHTS_FILE, "generation_config.json"} if earlier else set()
-    kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".py", CONFIG_FILE)
-    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in found if name.endswith(kinds) and name not in ours]

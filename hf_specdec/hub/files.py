@@ -7,7 +7,6 @@ them, and Python files never. This module does not depend on drafter formats, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from safetensors import SafetensorError, safe_open
 
 from hf_specdec.hub.formats.base import StoredTensor
@@ -292,15 +292,13 @@ def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
         blob = entry.resolve()
         if blob.parent != blobs.resolve() or blob.name in known:
             continue
-        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
         with blob.open("rb") as data:
-            while part := data.read(1 << 24):
-                digest.update(part)
-        if digest.hexdigest() != blob.name:
+            digest = sha_fileobj(data).hex() if len(blob.name) == 64 else git_hash(data.read())
+        if digest != blob.name:
             entry.unlink()
             blob.unlink()
             raise OSError(
-                f"{entry.name} was downloaded with the hash {digest.hexdigest()[:12]}..., but has the hash "
+                f"{entry.name} was downloaded with the hash {digest[:12]}..., but has the hash "
                 f"{blob.name[:12]}... on the Hub: it was damaged or changed during the download, and was removed"
             )
 

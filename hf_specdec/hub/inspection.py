@@ -129,7 +129,13 @@ def inspect_drafter(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fill(found, source, folder)
-    found.notes += [str(warning.message) for warning in caught] + _prediction_layer(found, folder)
+    found.notes += [str(warning.message) for warning in caught]
+    with suppress(OSError, ValueError):  # which are among the problems
+        fields = read_json(folder / CONFIG_FILE, found.name)
+        # `found.tensors` is empty if the config was refused.
+        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
+        if (note := layer_note(names, fields)) is not None:
+            found.notes.append(note)
     return found
 
 
@@ -158,18 +164,6 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
         found.problems.append(str(error))
 
 
-def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
-    """A note on the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
-    try:
-        fields = read_json(folder / CONFIG_FILE, found.name)
-        # `found.tensors` is empty if the config was refused.
-        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
-    except (OSError, ValueError):
-        return []
-    note = layer_note(names, fields)
-    return [] if note is None else [note]
-
-
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
     """Headers of the weight files; of files on the Hub only the first bytes are downloaded."""
     if Path(source.name).expanduser().is_dir() or source.local_files_only or is_offline_mode():
@@ -180,10 +174,9 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
         parts = api.get_safetensors_metadata(source.name, revision=folder.name).files_metadata
     except NotASafetensorsRepoError as error:
         parts = {}
-        for file in format.other_weights:
-            if file.endswith(".safetensors"):
-                with suppress(EntryNotFoundError):
-                    parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
+        for file in (file for file in format.other_weights if file.endswith(".safetensors")):
+            with suppress(EntryNotFoundError):
+                parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
         if not parts:
             raise ValueError(
                 "There are no safetensors weights in the repo; pickles are read only in a local folder."

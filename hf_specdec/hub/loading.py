@@ -36,12 +36,7 @@ from hf_specdec.drafters.targets import whole_target
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 from hf_specdec.drafters.wrapped import unwrapped
 from hf_specdec.hub.checkpoint import read_config
-from hf_specdec.hub.files import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    Source,
-    weight_files,
-)
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.own import own_layout
@@ -118,11 +113,11 @@ def load_drafter(
     """
     if device_map is not None:
         device = _device_of_map(device_map, device)
+    common: dict[str, Any] = {
+        "token": token, "local_files_only": local_files_only, "dtype": dtype, "device": device, "cache_dir": cache_dir,
+    }  # fmt: skip
     if acceptance_rule(acceptance) is not None or draft_vocab is not None:
-        drafter = load_drafter(
-            path_or_repo, target, revision=revision, token=token, local_files_only=local_files_only, dtype=dtype,
-            device=device, cache_dir=cache_dir, **drafting_options,
-        )  # fmt: skip
+        drafter = load_drafter(path_or_repo, target, revision=revision, **common, **drafting_options)
         drafter.acceptance = acceptance
         if draft_vocab is not None:
             drafter.restrict_vocabulary(draft_vocab)
@@ -133,10 +128,6 @@ def load_drafter(
                 f"revision={revision!r} was given for {len(path_or_repo)} drafters: load the drafter that has this "
                 "revision separately, and put it into the list."
             )
-        common: dict[str, Any] = {
-            "token": token, "local_files_only": local_files_only, "dtype": dtype, "device": device,
-            "cache_dir": cache_dir,
-        }  # fmt: skip
         sources = [each if isinstance(each, Drafter) else load_drafter(each, target, **common) for each in path_or_repo]
         return MergedDrafter(*sources, **drafting_options)
     assert not isinstance(path_or_repo, Sequence) or isinstance(path_or_repo, str)
@@ -160,10 +151,7 @@ def load_drafter(
                 "drafter with a checkpoint."
             )
         if isinstance(drafting_options.get("drafter"), (str, os.PathLike)):
-            drafting_options["drafter"] = load_drafter(
-                drafting_options["drafter"], target, token=token, local_files_only=local_files_only, dtype=dtype,
-                device=device, cache_dir=cache_dir,
-            )  # fmt: skip
+            drafting_options["drafter"] = load_drafter(drafting_options["drafter"], target, **common)
         return WEIGHTLESS[name](**drafting_options)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)
@@ -196,10 +184,8 @@ def load_drafter(
     if by_config is None or by_config.fields != reading.fields:  # the headers have changed a field
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
-    ignorable = [re.compile(pattern) for pattern in blueprint._keys_to_ignore_on_load_unexpected or ()]
-    names = {
-        theirs: ours for theirs, ours in reading.names.items() if not any(pattern.search(ours) for pattern in ignorable)
-    }
+    ignorable = re.compile("|".join(blueprint._keys_to_ignore_on_load_unexpected or ["$^"]))  # or none
+    names = {theirs: ours for theirs, ours in reading.names.items() if not ignorable.search(ours)}
     stored = replace(reading, names=names).stored(headers)
     stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}
     check_tensors(blueprint.state_dict(), stored, name, format.name)

@@ -68,8 +68,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
 def holds_layer(source: Source) -> bool:
     """Whether a target's checkpoint has a multi-token-prediction layer of a known layout."""
     files = locate_target(source)
-    text = files.config | (files.config.get("text_config") or {})
-    return find_layout(files.shards, text.get("num_hidden_layers", 0), text.get("model_type", "")) is not None
+    return layer_note(files.shards, files.config) is not None
 
 
 def layer_note(names: Collection[str], fields: dict[str, Any]) -> str | None:

@@ -100,11 +100,10 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     # Before the target is loaded, because it sets each process's GPU. The others wait while the first process writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
     earlier_inputs = _earlier_inputs(checkpoints)
+    if options.bf16 is None and last is not None:
+        options.bf16 = earlier_inputs.get("bf16")
     if options.bf16 is None:
-        if last is not None and "bf16" in earlier_inputs:
-            options.bf16 = earlier_inputs["bf16"]
-        else:
-            options.bf16 = chosen_bfloat16(processes)
+        options.bf16 = chosen_bfloat16(processes)
     training_arguments = _training_arguments(options, recipe, checkpoints, device)
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -183,7 +182,6 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
                 str(entry["step"]): {
                     "mean_acceptance_length": round(length, 3),
                     "accuracy_1": entry.get("eval_accuracy_1", entry.get("eval_accuracy")),
-                    "picture": "█" * round(20 * (length - 1)),
                 }
                 for entry in trainer.state.log_history
                 if (length := entry.get("eval_mean_acceptance_length")) is not None

@@ -26,8 +26,7 @@ from hf_specdec.training.chat import (
 from hf_specdec.training.data import datasets_package, documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.rows import Rows
-from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
+from hf_specdec.training.source import HELD_OUT, Rows, Source, Written, check_width, opening, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
 
@@ -48,7 +47,6 @@ class ConversationSource(Source):
             seed=options.seed,
         )
         self.work_dir, self.mix, self.sources = options.work_dir, options.mix, options.data
-        self.seed = options.seed
         self.excluded = [
             list(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
             for conversation in (read_conversations(options.exclude) if options.exclude is not None else [])
@@ -81,25 +79,15 @@ class ConversationSource(Source):
             check_width(self.settings.max_length, "--max-length", target)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
-        folders = list(self.answered)
-        place = {str(folder): folder for folder in folders}  # of the answers of each source
+        folders = {source: Path(source) for source in self.sources if source not in self.unanswered}
+        worker = (processes.process_index, processes.num_processes)
         for source, conversations in self.unanswered.items():
             name = hashlib.sha256(repr((source, conversations, self.settings)).encode()).hexdigest()[:12]
-            folders.append(self.work_dir / f"answers-{name}")
-            place[source] = folders[-1]
-            worker = (processes.process_index, processes.num_processes)
-            write_answers(
-                target,
-                self.tokenizer,
-                conversations,
-                folders[-1],
-                self.settings,
-                dataset=dataset_id(source),
-                worker=worker,
-            )
+            folder = folders[source] = self.work_dir / f"answers-{name}"
+            dataset = dataset_id(source)
+            write_answers(target, self.tokenizer, conversations, folder, self.settings, dataset=dataset, worker=worker)
         processes.wait_for_everyone()
-        order = [folders.index(place[source if source in place else str(Path(source))]) for source in self.sources]
-        written = [row | {"folder": index} for index, folder in enumerate(folders) for row in read_answers(folder)]
+        written = [row | {"source": source} for source, folder in folders.items() for row in read_answers(folder)]
         answers, dropped, num_cut = useful_answers(written, self.excluded)
         if dropped or num_cut:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
@@ -108,7 +96,7 @@ class ConversationSource(Source):
                 "are cut where they loop"
             )
         # All turns of a conversation, and its answers at other temperatures, are in the same split.
-        openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]
+        openings = [json.dumps(opening(row["messages"])) for row in answers]
         held_out_openings = set(list(dict.fromkeys(openings))[::HELD_OUT])
         if len(held_out_openings) == len(set(openings)):
             raise ValueError(
@@ -116,14 +104,14 @@ class ConversationSource(Source):
                 "after it are held out, so nothing is left to train on: give more."
             )
         splits: tuple[list[Any], list[Any]] = [], []
-        for opening, row in zip(openings, answers, strict=True):
-            splits[opening in held_out_openings].append(row)
+        for beginning, row in zip(openings, answers, strict=True):
+            splits[beginning in held_out_openings].append(row)
         if self.mix is not None:
-            splits = self._mixed(splits[0], order), splits[1]
+            splits = self._mixed(splits[0], self.mix), splits[1]
         texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
         mode = trained_mode(self.tokenizer, texts) | {"chat_template": True}
         ended = sum(row["ended"] for row in answers) / len(answers)
-        recipes = [json.loads((each / RECIPE_FILE).read_text()) for each in folders]
+        recipes = [json.loads((each / RECIPE_FILE).read_text()) for each in folders.values()]
         record = {
             "rows_written_by_target": len(written),
             "rows_left_out": dropped,
@@ -137,27 +125,20 @@ class ConversationSource(Source):
         train, held_out = (_answer_rows(split) for split in splits)
         return Written(train, held_out, record, mode, ended, datasets)
 
-    def _mixed(self, rows: list[Any], order: Sequence[int]) -> list[Any]:
-        """As many rows of each source as give the shares of --mix, none twice; in their order.
-
-        Args:
-            rows: to choose from, with the number of their folder.
-            order: the folder of each share.
-        """
-        assert self.mix is not None
-        numbers = {folder: [at for at, row in enumerate(rows) if row["folder"] == folder] for folder in order}
-        counts = mixed_counts([len(numbers[folder]) for folder in order], self.mix)
+    def _mixed(self, rows: list[Any], shares: Sequence[float]) -> list[Any]:
+        """As many rows of each source as give the shares of --mix, none twice; in their order."""
+        numbers = [[at for at, row in enumerate(rows) if row["source"] == source] for source in self.sources]
+        counts = mixed_counts([len(own) for own in numbers], shares)
         if 0 in counts:
-            sizes = ", ".join(f"{source!r} {len(numbers[at])}" for source, at in zip(self.sources, order, strict=True))
+            sizes = ", ".join(f"{source!r} {len(own)}" for source, own in zip(self.sources, numbers, strict=True))
             raise ValueError(
-                f"--mix {' '.join(map(str, self.mix))} leaves a source without rows to train on; there are {sizes}. "
+                f"--mix {' '.join(map(str, shares))} leaves a source without rows to train on; there are {sizes}. "
                 "Give more conversations of the smallest, or other shares."
             )
-        draw = torch.Generator().manual_seed(self.seed)
+        draw = torch.Generator().manual_seed(self.settings.seed)
         chosen = []
-        for folder, count in zip(order, counts, strict=True):
-            picked = torch.randperm(len(numbers[folder]), generator=draw)[:count].tolist()
-            chosen += [numbers[folder][at] for at in picked]
+        for own, count in zip(numbers, counts, strict=True):
+            chosen += [own[at] for at in torch.randperm(len(own), generator=draw)[:count].tolist()]
         return [rows[at] for at in sorted(chosen)]
 
 
@@ -170,11 +151,6 @@ def mixed_counts(counts: Sequence[int], shares: Sequence[float]) -> list[int]:
     """
     largest = min(count / share for count, share in zip(counts, shares, strict=True))
     return [min(count, round(largest * share)) for count, share in zip(counts, shares, strict=True)]
-
-
-def _opening_length(messages: Sequence[dict[str, str]]) -> int:
-    """Number of messages up to the first user message."""
-    return 1 + next(index for index, message in enumerate(messages) if message["role"] == "user")
 
 
 def _answer_rows(answers: Sequence[dict[str, Any]]) -> Rows:

@@ -66,7 +66,7 @@ def pack_text(documents: Iterable[Sequence[int]], length: int, *, separator_id: 
     )
 
 
-def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, seed: int = 0) -> datasets.Dataset:
+def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float) -> datasets.Dataset:
     """All rows of `own` and as many of `plain` as give them `plain_share` of the mixture, shuffled.
 
     Raises:
@@ -74,14 +74,14 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
     """
     wanted = plain_rows(len(own), len(plain), plain_share)
     if wanted == 0:
-        return own.shuffle(seed=seed)
+        return own.shuffle(seed=0)
     lengths = len(own[0]["input_ids"]), len(plain[0]["input_ids"])
     if lengths[0] != lengths[1]:
         raise ValueError(
             f"Written rows have {lengths[0]} tokens and rows of plain text {lengths[1]}; pack to one length."
         )
-    chosen = plain.shuffle(seed=seed).select(range(wanted))
-    return datasets_package().concatenate_datasets([own, chosen]).shuffle(seed=seed)
+    chosen = plain.shuffle(seed=0).select(range(wanted))
+    return datasets_package().concatenate_datasets([own, chosen]).shuffle(seed=0)
 
 
 def plain_rows(num_own: int, num_plain: int, plain_share: float) -> int:
@@ -157,7 +157,6 @@ def write_continuations(
     batch_size: int = 128,
     finished_share: float = 0.75,
     max_minutes: float | None = None,
-    cache_implementation: str | None = None,
     worker: tuple[int, int] = (0, 1),
     held_out: bool = False,
     seed: int = 0,
@@ -179,7 +178,6 @@ def write_continuations(
         batch_size: prompts per batch.
         finished_share: a batch ends early when this share of its rows has ended.
         max_minutes: no batch is begun after this time.
-        cache_implementation: passed to `generate`; "static" is faster on CPUs.
         worker: (rank, number of workers); this call writes every n-th part and returns only its own parts.
         held_out: marks the rows as held out, for `training_folders`.
         seed: of prompts and sampling.
@@ -232,7 +230,7 @@ def write_continuations(
             if max_seconds is not None and time.monotonic() - started >= max_seconds:
                 break
             number = int(part.name.removeprefix("part-"))
-            rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation, progress)
+            rows = _write_batch(model, documents, lengths, recipe, number, progress)
             unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
             datasets.Dataset.from_dict(rows).save_to_disk(unfinished)
             if part.exists():  # another process has written the same part
@@ -263,7 +261,6 @@ def _write_batch(
     lengths: Tensor,
     recipe: dict[str, Any],
     number: int,
-    cache_implementation: str | None,
     progress: tqdm,
 ) -> dict[str, list[Any]]:
     chosen = torch.Generator().manual_seed(recipe["seed"] * 1_000_003 + number)
@@ -290,7 +287,7 @@ def _write_batch(
             max_new_tokens=recipe["new_tokens"],
             pad_token_id=0 if end is None else int(end_ids[0]),
             stopping_criteria=stopping,
-            cache_implementation=cache_implementation,
+            cache_implementation="static" if model.device.type == "cpu" else None,  # faster there
             use_cache=True,
             disable_compile=True,
             **sampling,

@@ -23,12 +23,10 @@ from transformers.hf_argparser import HfArg
 from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.drafters.vocabulary import draft_ids_of
-from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LK_ETA, SOFT_LOSSES, LossName, check_loss, draft_losses, position_weights
+from hf_specdec.training.losses import LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
-from hf_specdec.training.rows import Rows
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
@@ -46,7 +44,6 @@ class DFlashStep(TrainingStep):
         num_anchors: blocks per row and step, drawn without replacement; fewer in rows with fewer candidates.
         loss: "ce" with the row's own tokens, or "kl", "tv", "lk" against the target's distributions.
         gamma: decay length of the position weights; None for equal weights.
-        eta: of "lk".
 
     Raises:
         ValueError: the drafter does not fit the target or has another layout, or an argument is out of range.
@@ -60,9 +57,8 @@ class DFlashStep(TrainingStep):
         num_anchors: int = 16,
         loss: LossName = "ce",
         gamma: float | None = 4.0,
-        eta: float = LK_ETA,
     ) -> None:
-        drafter.check_target(target)
+        super().__init__(drafter, target, loss, same_size=False)
         other = [name for name in ("own_embeddings", "own_head") if getattr(drafter.config, name)]
         if other:
             raise ValueError(
@@ -71,16 +67,13 @@ class DFlashStep(TrainingStep):
                 "layout. Train it with the code that it was made with, or train a new drafter, see "
                 "hf_specdec.training.dflash.new_drafter."
             )
-        check_loss(loss)
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors} must be at least 1.")
         self.config: DFlashConfig = drafter.config
-        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
-        self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
+        self.num_anchors = num_anchors
         self.block_size, _ = _block(drafter.config)
         self.weights = position_weights(1 + self.block_size - drafter.config.first_slot, gamma)
         self.embed_tokens = block_embeddings(target)
-        self.drafter = drafter
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         input_ids = batch["input_ids"]
@@ -120,7 +113,6 @@ class DFlashStep(TrainingStep):
             token_ids,
             target_hidden=target_hidden,
             target_head=self._target_head,
-            eta=self.eta,
             refused=refused,
             agreement=self.wants_agreement,
         )

@@ -21,14 +21,11 @@ from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.config import default_target_layer_ids
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from hf_specdec.drafters.vocabulary import check_same_size
-from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LossName, check_loss, position_losses
+from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
-from hf_specdec.training.rows import Rows
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
@@ -36,7 +33,8 @@ from hf_specdec.training.vocabulary import (
     checked_vocabulary_size,
     choose_vocabulary,
     copy_final_norm,
-    head_weights,
+    copy_head,
+    draft_ids,
 )
 
 
@@ -63,8 +61,7 @@ class Eagle3Step(TrainingStep):
         decay: float = 0.8,
         loss: LossName = "kl",
     ) -> None:
-        drafter.check_target(target)
-        check_same_size(drafter, target, "training")
+        super().__init__(drafter, target, loss, last_hidden=True)
         if drafter.config.own_embeddings:
             raise ValueError(
                 f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has token embeddings of its own, and this "
@@ -74,9 +71,7 @@ class Eagle3Step(TrainingStep):
             raise ValueError(f"passes={passes} must be at least 1.")
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
-        check_loss(loss)
-        self.drafter, self.passes, self.decay, self.loss = drafter, passes, decay, loss
-        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
+        self.passes, self.decay = passes, decay
         self.table = target.get_input_embeddings().weight  # unscaled, also for targets that scale it
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
@@ -95,7 +90,7 @@ class Eagle3Step(TrainingStep):
         positions = torch.arange(width, device=input_ids.device)
         stored = growing_cache(drafter.config.num_hidden_layers)
         masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
-        refused = None if "refused" not in batch else self._draft_ids(batch["refused"], ids)
+        refused = None if "refused" not in batch else draft_ids(batch["refused"], ids)
         recurrent, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
         for depth, mask in enumerate(masks):
             following = (starts + depth).clamp(max=width - 1)
@@ -119,12 +114,6 @@ class Eagle3Step(TrainingStep):
             correct.append(hits)
             labelled.append(seen)
         return StepOutput(torch.stack(losses).sum(), torch.stack(correct, -1), torch.stack(labelled, -1))
-
-    @staticmethod
-    def _draft_ids(token_ids: Tensor, ids: Tensor) -> Tensor:
-        """The target's tokens as draft ids, -1 for those outside `ids` [draft_vocab], and for -1."""
-        found = torch.searchsorted(ids, token_ids.contiguous()).clamp(max=len(ids) - 1)
-        return found.where(ids[found] == token_ids, -1)
 
 
 def new_drafter(
@@ -157,11 +146,9 @@ def new_drafter(
     return drafter
 
 
-@torch.no_grad()
 def _copy_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
     """Copies the target's final norm and the rows of its head for the draft vocabulary."""
-    target_ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
-    drafter.lm_head.weight.copy_(head_weights(target, target_ids))
+    copy_head(drafter.lm_head.weight, target, drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size)))
     copy_final_norm(drafter.norm.weight, target)
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
 from hf_specdec.training.progress import token_progress
-from hf_specdec.training.rows import Rows
+from hf_specdec.training.source import Rows
+from hf_specdec.training.vocabulary import draft_ids
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,11 @@ class TargetReader:
     def read(self, input_ids: Tensor) -> TargetStates:
         """States at every position of [batch, seq] rows. Padding must be at the end, where no token attends to it."""
         taken: dict[int, Tensor] = {}
-        handles = []
-        try:
+        with ExitStack() as taps:
             for index in dict.fromkeys(self.layers):
-                handles.append(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)))
+                taps.callback(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)).remove)
             # The decoder without the head: the logits of all positions would be expensive and are not used.
             last_hidden = decoder_states(self.model, input_ids)
-        finally:
-            for handle in handles:
-                handle.remove()
         device = input_ids.device
         parts = [taken[index].to(device) for index in self.layers]
         features = torch.cat(parts, dim=-1) if parts else last_hidden.new_empty(*input_ids.shape, 0)
@@ -132,9 +130,7 @@ class TargetReader:
             logits = self._logits(HeadRows(self.lm_head, target_ids), hidden)
             return logits, logits.argmax(-1)
         logits = self.head(hidden)
-        best_ids, logits = logits.argmax(-1), logits[..., target_ids]
-        draft_ids = torch.searchsorted(target_ids, best_ids).clamp(max=len(target_ids) - 1)
-        return logits, draft_ids.where(target_ids[draft_ids] == best_ids, -1)
+        return logits[..., target_ids], draft_ids(logits.argmax(-1), target_ids)
 
     def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
         return self._soft_cap(None, apply_head(head, hidden))
@@ -251,10 +247,11 @@ def _read_rows(
     return found
 
 
+@dataclass(eq=False)
 class CachedStates(Dataset):
     """Rows with their tokens and the target's states; the states of a row are read from disk on access.
 
-    Args:
+    Attributes:
         rows: with the columns of `data.py`; their padding is removed on access.
         folder: of the files.
         layers: layers of `features`, in the order of concatenation.
@@ -263,18 +260,15 @@ class CachedStates(Dataset):
         names: one per file, a hash of its rows.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        folder: Path,
-        layers: Sequence[int],
-        last_hidden: bool,
-        rows_per_file: int,
-        names: Sequence[str],
-    ) -> None:
-        self.rows, self.folder, self.layers, self.last_hidden = rows, folder, tuple(layers), last_hidden
-        self.rows_per_file, self.names = rows_per_file, list(names)
-        self.lengths = [int(row["length"]) for row in rows]
+    rows: Rows
+    folder: Path
+    layers: Sequence[int]
+    last_hidden: bool
+    rows_per_file: int
+    names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self.lengths = [int(row["length"]) for row in self.rows]
         self._open: dict[Path, Any] = {}
 
     def file(self, layer: int | None, number: int) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
@@ -33,11 +33,9 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.state import RoundState
-from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
@@ -46,7 +44,7 @@ from hf_specdec.drafters.targets import whole_target
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
 from hf_specdec.training.progress import token_progress
-from hf_specdec.training.source import check_width
+from hf_specdec.training.source import check_width, opening
 from hf_specdec.training.text import Corpus, chosen_corpus
 
 CLASSES = ("all reject", "partial", "all accept")
@@ -117,55 +115,10 @@ class HRADOptions(CommandOptions):
     learning_rate: Positive = HfArg(default=Settings.learning_rate, help="of AdamW at the start")
 
 
-_Examples: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and the class
-
-
-class _Recorder(TreeCandidateGenerator):
-    """Delegates to `drafting`, and records an example per draft: the input that H-RAD would get, and the class."""
-
-    def __init__(
-        self,
-        drafting: TreeCandidateGenerator,
-        embeddings: nn.Module,
-        length: int,
-        examples: _Examples,
-        progress: tqdm,
-    ) -> None:
-        self.drafting = drafting
-        self.embeddings = embeddings
-        self.length = length
-        self.examples = examples
-        self.progress = progress
-        self.features: Tensor | None = None
-
-    def draft(self, context: DraftContext) -> DraftTree:
-        return self.drafting.draft(context)
-
-    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
-        return self.drafting.verify(target, tree, state)
-
-    def observe(self, committed: Committed) -> None:
-        if committed.tree is not None:  # not the prefill
-            self.progress.update(sum(committed.num_committed))
-        if committed.tree is not None and self.features is not None:
-            inputs = torch.cat([self.features, self.embeddings(committed.tree.token_ids[:, 0])], dim=-1).float().cpu()
-            for row, (count, accepted) in enumerate(zip(committed.num_committed, committed.num_accepted, strict=True)):
-                if count:
-                    self.examples.append((inputs[row], 0 if accepted == 0 else 2 if accepted == self.length else 1))
-        self.features = last_features(committed)
-        self.drafting.observe(committed)
-
-    def close(self) -> None:
-        self.drafting.close()
-
-
 class _RecordingDrafter(SpecBranchDrafter):
-    """Always drafts `depth` tokens, and keeps the examples of all calls.
+    """Always drafts `depth` tokens, and notes for every draft the input that H-RAD would get, and the class."""
 
-    It does not keep the recorders, which hold the caches of their calls.
-    """
-
-    examples: _Examples
+    examples: list[tuple[Tensor, int]]
     progress: tqdm
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -173,8 +126,25 @@ class _RecordingDrafter(SpecBranchDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
-        drafting = super().candidate_generator(target)
-        return _Recorder(drafting, embeddings, self.options.depth, self.examples, self.progress)
+        generator = super().candidate_generator(target)
+        observe = generator.observe
+        features: Any = None
+
+        def note(committed: Committed) -> None:
+            nonlocal features
+            if committed.tree is not None:  # not the prefill
+                self.progress.update(sum(committed.num_committed))
+                roots = embeddings(committed.tree.token_ids[:, 0])
+                inputs = torch.cat([features, roots], dim=-1).float().cpu()
+                for own, count, accepted in zip(inputs, committed.num_committed, committed.num_accepted, strict=True):
+                    if count:
+                        kind = 0 if accepted == 0 else 2 if accepted == self.options.depth else 1
+                        self.examples.append((own, kind))
+            features = last_features(committed)
+            observe(committed)
+
+        generator.observe = note  # type: ignore[method-assign]
+        return generator
 
 
 def collect(
@@ -359,12 +329,18 @@ def confusion_table(matrix: Tensor) -> str:
         partial                1         1           2         25%
         all accept             0         0           5        100%
     """
-    lines = [f"{'':12}" + f"{CLASSES[0]:>12}{CLASSES[1]:>10}{CLASSES[2]:>12}{'recognised':>12}"]
-    for name, row in zip(CLASSES, matrix.tolist(), strict=True):
-        kind = CLASSES.index(name)
-        share = row[kind] / sum(row) if sum(row) else 0.0
-        lines.append(f"{name:12}" + f"{row[0]:>12}{row[1]:>10}{row[2]:>12}{share:>12.0%}")
-    return "\n".join(lines)
+    rows = [("", *CLASSES, "recognised")]
+    rows += [
+        (name, *row, f"{share:.0%}")
+        for name, row, share in zip(CLASSES, matrix.tolist(), recognised(matrix), strict=True)
+    ]
+    return "\n".join(f"{name:12}{none:>12}{part:>10}{whole:>12}{share:>12}" for name, none, part, whole, share in rows)
+
+
+def recognised(matrix: Tensor) -> list[float]:
+    """The share of the examples of each class that were recognised: the diagonal of a confusion matrix."""
+    shares: list[float] = (matrix.diagonal() / matrix.sum(1).clamp(min=1)).tolist()
+    return shares
 
 
 def main(
@@ -456,8 +432,7 @@ def main(
         "data": f"{len(examples.classes)} drafts of {options.draft_length} tokens from running the pair greedily",
         "classes": dict(zip(CLASSES, counts, strict=True)),
         "recognised_of_held_out": {
-            name: round(row[kind] / max(1, sum(row)), 3)
-            for kind, (name, row) in enumerate(zip(CLASSES, matrix.tolist(), strict=True))
+            name: round(share, 3) for name, share in zip(CLASSES, recognised(matrix), strict=True)
         },
         "epochs": len(losses),
         "held_out_loss": round(min(losses), 4),
@@ -507,8 +482,7 @@ def asked_prompts(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, mo
             found += [row["prompt_ids"] for row in read_answers(Path(source))]
             continue
         for conversation in read_conversations(source):
-            first = next(index for index, each in enumerate(conversation.messages) if each["role"] == "user")
-            messages = list(conversation.messages[: first + 1])
+            messages = opening(conversation.messages)
             found.append(list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
     chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
     return [found[index] for index in chosen.tolist()]

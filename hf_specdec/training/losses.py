@@ -119,7 +119,6 @@ def position_losses(
     target_logits: Tensor | None = None,
     token_ids: Tensor | None = None,
     *,
-    eta: float = LK_ETA,
     refused: Tensor | None = None,
 ) -> Tensor:
     """The loss of this name at every position.
@@ -129,7 +128,6 @@ def position_losses(
         draft_logits: [..., vocab].
         target_logits: [..., vocab]; for "kl", "tv" and "lk".
         token_ids: [...] int64, the labels of "ce"; None for the target's most probable tokens.
-        eta: of "lk".
         refused: [..., most] int64, drafts that were refused at these positions, -1 for none; see `refusal_loss`, which
             is added.
 
@@ -143,10 +141,7 @@ def position_losses(
         values = ce_loss(draft_logits, token_ids)
     else:
         assert target_logits is not None
-        if loss == "kl":
-            values = kl_loss(draft_logits, target_logits)
-        else:
-            values = tv_loss(draft_logits, target_logits) if loss == "tv" else lk_loss(draft_logits, target_logits, eta)
+        values = {"kl": kl_loss, "tv": tv_loss, "lk": lk_loss}[loss](draft_logits, target_logits)
     return values if refused is None else values + refusal_loss(draft_logits, target_logits, refused)
 
 
@@ -164,7 +159,6 @@ def draft_losses(
     *,
     target_hidden: Tensor | None = None,
     target_head: Callable[[Tensor], Tensor] | None = None,
-    eta: float = LK_ETA,
     refused: Tensor | None = None,
     agreement: bool = False,
     max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
@@ -181,7 +175,6 @@ def draft_losses(
         token_ids: [positions] int64, the token of each position: the label of "ce", and of the greedy hit.
         target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
         target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
-        eta: of "lk".
         refused: [positions, most] int64, see `position_losses`.
         agreement: whether to compute the probability that a sampled draft is accepted.
         max_chunk_elements: bound on chunk * vocab; a chunk has at least one position.
@@ -212,7 +205,7 @@ def draft_losses(
                 target_logits = target_head(target_hidden[chunk])
                 agreed = 1 - tv_loss(logits, target_logits).float() if agreement else None
         negatives = None if refused is None else refused[chunk]
-        values = position_losses(loss, logits, target_logits, token_ids[chunk], eta=eta, refused=negatives)
+        values = position_losses(loss, logits, target_logits, token_ids[chunk], refused=negatives)
         return values.float(), hits, agreed
 
     positions = draft_hidden.shape[0]

@@ -9,7 +9,8 @@ and is not trained here. The drafter is in `hf_specdec/drafters/medusa.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,43 +20,21 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
-from hf_specdec.drafters.vocabulary import check_same_size
-from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss, position_losses
+from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 
-def following_tokens(batch: Mapping[str, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """What heads on the state at each position have to predict: head i, from 0, the token i + 2 positions later.
-
-    Returns:
-        [batch, seq, heads] int64, and whether each is a token that the target wrote after a root that it wrote.
-    """
-    input_ids = batch["input_ids"]
-    width = input_ids.shape[1]
-    roots = torch.arange(1, width + 1, device=input_ids.device)  # after the state at each position
-    following = roots.unsqueeze(1) + 1 + torch.arange(heads, device=input_ids.device)  # [seq, heads]
-    starts = (roots >= batch["first_anchor"].unsqueeze(1)).unsqueeze(-1)
-    return input_ids[:, following.clamp(max=width - 1)], starts & (following < batch["length"][:, None, None])
-
-
-def states_before(last_hidden: Tensor, heads: int) -> Tensor:
-    """From which the target predicts the tokens of `following_tokens`: [batch, seq, hidden] -> [.., heads, hidden]."""
-    width = last_hidden.shape[1]
-    before = torch.arange(width).unsqueeze(1) + 1 + torch.arange(heads)
-    return last_hidden[:, before.clamp(max=width - 1).to(last_hidden.device)]
-
-
-class MedusaStep(TrainingStep):
-    """Loss of one batch of rows for a `MedusaDrafter`.
+class HeadsStep(TrainingStep):
+    """Loss of one batch of rows for heads of which each predicts one of the next tokens: summed over the heads.
 
     Args:
         drafter: the drafter to train.
         target: the frozen target it drafts for.
-        decay: weight of each head relative to the previous one, and of the first; 0.8 in the paper.
+        heads: number of them; head i, from 0, predicts the token i + 2 positions after the state that it reads.
+        decay: weight of each head relative to the previous one, and of the first.
         loss: "ce" with the tokens that the target wrote, or another one of `position_losses`.
 
     Raises:
@@ -63,34 +42,58 @@ class MedusaStep(TrainingStep):
     """
 
     def __init__(
-        self, drafter: MedusaDrafter, target: PreTrainedModel, *, decay: float = 0.8, loss: LossName = "ce"
+        self, drafter: Any, target: PreTrainedModel, heads: int, *, decay: float = 1.0, loss: LossName = "ce"
     ) -> None:
-        drafter.check_target(target)
-        if drafter.config.vocab_size is not None:
-            check_same_size(drafter, target, "training")
+        super().__init__(drafter, target, loss)
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
-        check_loss(loss)
-        self.drafter, self.decay, self.loss = drafter, decay, loss
-        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
+        self.heads, self.decay = heads, decay
+
+    @abstractmethod
+    def logits(self, model: nn.Module, states: Tensor, used: Tensor) -> Iterable[Tensor]:
+        """The logits of each head, [positions, vocab].
+
+        Args:
+            model: the drafter, or its wrapper in a distributed run.
+            states: [batch, seq, hidden], in the dtype of the drafter.
+            used: [batch, seq] bool, the positions whose logits are wanted.
+        """
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
-        read = self.reader.of_batch(batch)
-        states, heads = read.features.to(next(model.parameters()).dtype), self.drafter.config.medusa_num_heads
-        labels, labelled = following_tokens(batch, heads)
+        read, input_ids = self.reader.of_batch(batch), batch["input_ids"]
+        width = input_ids.shape[1]
+        roots = torch.arange(1, width + 1, device=input_ids.device)  # after the state at each position
+        following = roots.unsqueeze(1) + 1 + torch.arange(self.heads, device=input_ids.device)  # [seq, heads]
+        labels = input_ids[:, following.clamp(max=width - 1)]
+        # A token that the target wrote after a root that it wrote.
+        starts = (roots >= batch["first_anchor"].unsqueeze(1)).unsqueeze(-1)
+        labelled = starts & (following < batch["length"][:, None, None])
         used = labelled.any(-1)
-        logits = model(states[used], self.reader.lm_head)  # [positions, heads, vocab]
-        target_logits = None
-        if read.last_hidden is not None:
-            with torch.no_grad():
-                target_logits = self.reader.head(states_before(read.last_hidden, heads)[used])
-        losses = position_losses(self.loss, logits, target_logits, labels[used])
-        seen = labelled[used]
-        weights = self.decay ** torch.arange(1, heads + 1, device=losses.device)
-        means = (losses * seen).sum(0) / seen.sum(0).clamp(min=1)
-        correct = torch.zeros_like(labelled)
-        correct[used] = (logits.detach().argmax(-1) == labels[used]) & seen
-        return StepOutput((weights * means).sum(), correct, labelled)
+        losses, correct = [], torch.zeros_like(labelled)
+        states = read.features.to(next(model.parameters()).dtype)
+        for head, logits in enumerate(self.logits(model, states, used)):
+            chosen, seen, target_logits = labels[..., head][used], labelled[..., head][used], None
+            if read.last_hidden is not None:  # the target predicts a token at the position before it
+                with torch.no_grad():
+                    before = (following[:, head] - 1).clamp(max=width - 1)
+                    target_logits = self.reader.head(read.last_hidden[:, before][used])
+            values = position_losses(self.loss, logits, target_logits, chosen)
+            losses.append(self.decay ** (head + 1) * (values * seen).sum() / seen.sum().clamp(min=1))
+            correct[..., head][used] = (logits.detach().argmax(-1) == chosen) & seen
+        return StepOutput(torch.stack(losses).sum(), correct, labelled)
+
+
+class MedusaStep(HeadsStep):
+    """Loss of one batch of rows for a `MedusaDrafter`; `decay` is 0.8 in the paper."""
+
+    def __init__(
+        self, drafter: MedusaDrafter, target: PreTrainedModel, *, decay: float = 0.8, loss: LossName = "ce"
+    ) -> None:
+        super().__init__(drafter, target, drafter.config.medusa_num_heads, decay=decay, loss=loss)
+
+    def logits(self, model: nn.Module, states: Tensor, used: Tensor) -> Iterable[Tensor]:
+        logits: Tensor = model(states[used], self.reader.lm_head)  # [positions, heads, vocab]
+        return logits.unbind(1)
 
 
 @torch.no_grad()

@@ -5,12 +5,12 @@ A CPU without bfloat16 instructions emulates bfloat16, about 100 times slower th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch.utils.benchmark import Timer
 
 SIZE = 256  # of the matrices in the trial; the smallest size at which float32 fills a core's vector units
 LEAST_GAIN = 1.25  # speedup from which bfloat16 is chosen despite its lower precision
@@ -48,21 +48,11 @@ def bfloat16_gain(seconds: float = 0.25) -> float:
     The shortest time of many on one thread, so that other processes do not change the result.
 
     Args:
-        seconds: duration of the trial per dtype; at least three products are computed.
+        seconds: duration of the trial per dtype.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        times = []
-        for dtype in (torch.float32, torch.bfloat16):
-            matrix = torch.ones(SIZE, SIZE, dtype=dtype)
-            tried: list[float] = []
-            until = time.perf_counter() + seconds
-            while len(tried) < 3 or time.perf_counter() < until:
-                started = time.perf_counter()
-                torch.mm(matrix, matrix)
-                tried.append(time.perf_counter() - started)
-            times.append(min(tried))
-    finally:
-        torch.set_num_threads(threads)
+    times = []
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+        product = Timer("torch.mm(matrix, matrix)", globals={"torch": torch, "matrix": matrix}, num_threads=1)
+        times.append(min(product.blocked_autorange(min_run_time=seconds).times))
     return times[0] / times[1]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MOMENTUM = 0.95  # weight of the earlier gradients in Nesterov's momentum
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of X, (X X^T) X and (X X^T)^2 X
 
 
@@ -25,7 +26,6 @@ class Muon(torch.optim.Optimizer):
         parameters: matrices.
         learning_rate: updates are scaled to the root mean square of AdamW's.
         dtype: of the iteration.
-        momentum: weight of the earlier gradients in Nesterov's momentum.
         weight_decay: decoupled, as in AdamW.
     """
 
@@ -35,10 +35,9 @@ class Muon(torch.optim.Optimizer):
         learning_rate: float,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        momentum: float = 0.95,
         weight_decay: float = 0.05,
     ) -> None:
-        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(parameters, {"lr": learning_rate, "momentum": MOMENTUM, "weight_decay": weight_decay})
         self.dtype = dtype  # not saved in checkpoints: a run may be resumed on another device
 
     @torch.no_grad()

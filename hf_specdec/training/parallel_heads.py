@@ -9,7 +9,7 @@ The drafter is in `hf_specdec/drafters/parallel_heads.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,55 +19,24 @@ from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
-from hf_specdec.drafters.vocabulary import check_same_size
-from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss, position_losses
-from hf_specdec.training.medusa import following_tokens, states_before
+from hf_specdec.training.losses import LossName
+from hf_specdec.training.medusa import HeadsStep
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
-from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import copy_final_norm
 
 
-class ParallelHeadsStep(TrainingStep):
-    """Loss of one batch of rows for a `ParallelHeadsDrafter`.
-
-    Args:
-        drafter: the drafter to train.
-        target: the frozen target it drafts for.
-        loss: "ce" with the tokens that the target wrote, or another one of `position_losses`.
-
-    Raises:
-        ValueError: the drafter does not fit the target.
-    """
+class ParallelHeadsStep(HeadsStep):
+    """Loss of one batch of rows for a `ParallelHeadsDrafter`."""
 
     def __init__(self, drafter: ParallelHeadsDrafter, target: PreTrainedModel, *, loss: LossName = "ce") -> None:
-        drafter.check_target(target)
-        check_same_size(drafter, target, "training")
-        check_loss(loss)
-        self.drafter, self.loss = drafter, loss
-        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
+        super().__init__(drafter, target, drafter.config.num_parallel_heads, loss=loss)
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
-        read = self.reader.of_batch(batch)
-        states = read.features.to(next(model.parameters()).dtype)
-        heads, (rows, width) = self.drafter.config.num_parallel_heads, batch["input_ids"].shape
-        positions = torch.arange(width, device=states.device).expand(rows, -1)
-        outputs = model(None, states, positions, is_causal=True).unflatten(-1, (heads, -1))
-        labels, labelled = following_tokens(batch, heads)
-        losses, correct = [], torch.zeros_like(labelled)
-        for head in range(heads):
-            seen = labelled[..., head]
-            logits = self.reader.head(outputs[:, :, head][seen])
-            chosen, target_logits = labels[..., head][seen], None
-            if read.last_hidden is not None:
-                with torch.no_grad():
-                    target_logits = self.reader.head(states_before(read.last_hidden, heads)[:, :, head][seen])
-            values = position_losses(self.loss, logits, target_logits, chosen)
-            losses.append(values.sum() / seen.sum().clamp(min=1))
-            correct[..., head][seen] = logits.detach().argmax(-1) == chosen
-        return StepOutput(torch.stack(losses).sum(), correct, labelled)
+    def logits(self, model: nn.Module, states: Tensor, used: Tensor) -> Iterable[Tensor]:
+        positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        outputs = model(None, states, positions, is_causal=True).unflatten(-1, (self.heads, -1))
+        return (self.reader.head(hidden) for hidden in outputs[used].unbind(1))
 
 
 @torch.no_grad()

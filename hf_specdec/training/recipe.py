@@ -16,8 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.rows import Rows
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
 Options = TypeVar("Options", bound=TrainOptions)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from accelerate.utils import broadcast_object_list
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerState
 
 ScheduleName = Literal["linear", "cosine"]
 UNBOUNDED = 10**9  # max_steps of the Trainer if the time ends the run
@@ -79,23 +79,17 @@ class Schedule(TrainerCallback):
         progress = min(1.0, (step - rising) / max(1, self.num_steps - rising))
         return 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._started = self.clock()
         self._set_steps(state, self.num_steps)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._step_began = self.clock()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._gradients_s = self.clock() - self._step_began
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._step_ended = self.clock()
         # Not after the last step: the Trainer has already decided to stop.
         if self.timed and self._next_estimate <= state.global_step < self.num_steps:
@@ -104,18 +98,11 @@ class Schedule(TrainerCallback):
             self._set_steps(state, steps)
             self._next_estimate = state.global_step + max(1, min(state.global_step, steps // 20))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._evaluation_s = self.clock() - self._step_ended
         self._evaluating_s += self._evaluation_s
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if self.timed:
             logs.pop("train_samples_per_second", None)  # the Trainer computes it from max_steps
 
@@ -147,7 +134,7 @@ class Schedule(TrainerCallback):
 class StepsProgress(ProgressCallback):
     """The Trainer's progress bar, with the total steps of `Schedule`."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
             self.training_bar.total = state.max_steps
         super().on_step_end(args, state, control, **kwargs)

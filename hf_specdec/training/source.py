@@ -8,9 +8,9 @@ then returns the rows (columns in `data.py`) and the facts about them for the dr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
@@ -18,9 +18,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.drafters.targets import whole_target
-from hf_specdec.training.rows import Rows
 
 HELD_OUT = 50  # every 50th document or conversation is not trained on
+
+
+class Rows(Protocol):
+    """Rows with the columns of `data.py`: a list, a `datasets.Dataset`, or rows cached with the target's states."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,12 @@ class Source(ABC):
     @abstractmethod
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
         """Lets the target write the rows that are not on disk yet."""
+
+
+def opening(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The messages of a conversation up to its first user message."""
+    first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+    return [dict(message) for message in messages[: first + 1]]
 
 
 def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> dict[str, bool]:

@@ -23,15 +23,12 @@ from hf_specdec.drafters.specbound.modeling import (
     SpecBoundDrafter,
     sample_of,
 )
-from hf_specdec.drafters.vocabulary import check_same_size
-from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LossName, check_loss, position_losses
+from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
-from hf_specdec.training.rows import Rows
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
-from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
+from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary, copy_head
 
 
 class SpecBoundStep(TrainingStep):
@@ -51,17 +48,13 @@ class SpecBoundStep(TrainingStep):
     def __init__(
         self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: LossName = "ce"
     ) -> None:
-        drafter.check_target(target)
-        check_same_size(drafter, target, "training")
-        check_loss(loss)
+        super().__init__(drafter, target, loss)
         if num_positions < 1:
             raise ValueError(f"num_positions={num_positions} must be at least 1.")
         self.layers: list[int] = drafter.config.exit_layers
         # The state after `layer` layers is the output of the 0-based layer `layer - 1`.
-        self.reader = TargetReader(target, [layer - 1 for layer in self.layers], last_hidden=True)
-        self.slices = LayerSlices(target)
-        self.loss, self.num_positions = loss, num_positions
-        self.drafter = drafter
+        self.reader = self.reader.only([*(layer - 1 for layer in self.layers), None])
+        self.slices, self.num_positions = LayerSlices(target), num_positions
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         states = self.reader.of_batch(batch)
@@ -78,24 +71,16 @@ class SpecBoundStep(TrainingStep):
         places = first + (where * (length - first)).long()
         parameter = next(model.parameters())
         with torch.no_grad():
-            head_input = _at(last_hidden, places).to(self.slices.lm_head.weight.dtype)  # past the final norm
-            target_logits = self.slices.shape_logits(self.slices.lm_head(head_input)).float()
-            labels = target_logits.argmax(-1)
             ids = self.drafter.draft_ids  # read at each step: --start-from replaces the vocabulary
-            if ids is not None:
-                ids = ids.to(labels.device)
-                target_logits = target_logits[..., ids]
-                within = torch.isin(labels, ids)
-                labels = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-            else:
-                within = torch.ones_like(labels, dtype=torch.bool)
+            target_logits, labels = self.reader.draft_labels(_at(last_hidden, places), ids, whole=True)
+        within = labels >= 0
         counted = within if self.loss == "ce" else torch.ones_like(within)
         losses, hits = [], []
         for index, layer_states in enumerate(features.chunk(len(self.layers), dim=-1)):
             logits = model(self.layers[index], _at(layer_states, places).to(parameter.dtype), self.slices).float()
-            values = position_losses(self.loss, logits, target_logits, labels)
+            values = position_losses(self.loss, logits, target_logits, labels.clamp(min=0))
             losses.append(values[counted].sum() / counted.sum().clamp(min=1))
-            hits.append((logits.argmax(-1) == labels) & within)
+            hits.append(logits.argmax(-1) == labels)
         correct = torch.stack(hits, dim=-1)
         return StepOutput(torch.stack(losses).mean(), correct, torch.ones_like(correct))
 
@@ -174,13 +159,10 @@ def new_drafter(
     return drafter
 
 
-@torch.no_grad()
 def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
     """Copies the rows of the target's head for the draft vocabulary to the full heads."""
-    rows = target.get_output_embeddings().weight
     for exit_head in drafter.heads.values():
-        weight: Tensor = exit_head.weight  # type: ignore[assignment]
-        weight.copy_(rows if drafter.draft_ids is None else rows[drafter.draft_ids.to(rows.device)])
+        copy_head(exit_head.weight, target, drafter.draft_ids)  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)

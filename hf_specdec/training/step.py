@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class StepOutput:
 class TrainingStep(ABC):
     """One training step of one drafting method. Holds the target, which it never trains.
 
+    Args:
+        drafter: the drafter to train.
+        target: the frozen target it drafts for.
+        loss: see `position_losses`.
+        last_hidden: read the input of the target's head even where the loss does not need it.
+        same_size: whether drafter and target must have vocabularies of one size.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or there is no such loss.
+
     Attributes:
         reader: computes the target's states of a batch, or takes cached ones from it.
         num_updates: optimizer steps so far, including those of a resumed run; for losses that follow a schedule.
@@ -39,10 +53,28 @@ class TrainingStep(ABC):
         generator: of random choices; None for torch's global one, whose state is part of the checkpoints.
     """
 
+    drafter: Any
     reader: TargetReader
     num_updates: int = 0
     num_steps: int = 0
     generator: torch.Generator | None = None
+
+    def __init__(
+        self,
+        drafter: Any,
+        target: PreTrainedModel,
+        loss: LossName,
+        *,
+        last_hidden: bool = False,
+        same_size: bool = True,
+    ) -> None:
+        drafter.check_target(target)
+        if same_size and drafter.config.vocab_size is not None:
+            check_same_size(drafter, target, "training")
+        check_loss(loss)
+        self.drafter, self.loss = drafter, loss
+        last_hidden = last_hidden or loss in SOFT_LOSSES
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=last_hidden)
 
     @abstractmethod
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:

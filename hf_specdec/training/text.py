@@ -85,15 +85,14 @@ class TextSource(Source):
             plain_rows(-(-options.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), options.plain_share)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
-        options, on_cpu = self.options, target.device.type == "cpu"
-        workers = options.writers or (torch.get_num_threads() if on_cpu else 1)
+        options = self.options
+        workers = options.writers or (torch.get_num_threads() if target.device.type == "cpu" else 1)
         workers = min(workers, -(-options.rows // ROWS_PER_BATCH))
         settings: dict[str, Any] = {
             "folder": options.work_dir,
             "prompt_lengths": tuple(options.prompt_tokens),
             "new_tokens": self.new_tokens,
             "batch_size": ROWS_PER_BATCH,
-            "cache_implementation": "static" if on_cpu else None,
         }
         wanted = {"num_rows": options.rows, "max_minutes": options.write_minutes, "seed": options.seed}
         with processes.main_process_first():

@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -42,14 +41,10 @@ class UntrainedParts(TrainerCallback):
         self.waiting = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.began_at: int | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.began_at = state.global_step
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         for name, parameter in list(self.waiting.items()):
             # A factor of 0 in the loss gives gradients of 0, and a part that the loss does not read gives None.
             if parameter.grad is not None and bool(parameter.grad.any()):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.chat_template import render
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.training.chat import read_conversations
+from hf_specdec.training.source import opening
 
 NEW_TOKENS = 48
 
@@ -78,8 +79,5 @@ def validation_prompts(source: str, tokenizer: PreTrainedTokenizerBase) -> list[
             f"--validate {source!r}: the tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model "
             "cannot answer conversations. Leave --validate out."
         )
-    texts = []
-    for conversation in read_conversations(source):
-        roles = [message["role"] for message in conversation.messages]
-        texts.append(render(conversation.messages[: roles.index("user") + 1], tokenizer))
+    texts = [render(opening(conversation.messages), tokenizer) for conversation in read_conversations(source)]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import decoder_of
-from hf_specdec.training.rows import Rows
+from hf_specdec.training.source import Rows
 
 DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary
 VOCABULARY_HELP = "number of most frequent tokens that the drafter can draft; default: all"  # of --draft-vocab-size
@@ -41,10 +41,22 @@ def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int
     return None if size == rows else size
 
 
-def head_weights(target: PreTrainedModel, target_ids: Tensor) -> Tensor:
-    """[tokens, hidden] rows of the target's head, to initialise a head over a draft vocabulary."""
+def draft_ids(token_ids: Tensor, target_ids: Tensor) -> Tensor:
+    """The draft ids of target ids, any shape; -1 for tokens outside the draft vocabulary, and for -1.
+
+    Args:
+        token_ids: int64.
+        target_ids: [draft_vocab] int64, ascending.
+    """
+    found = torch.searchsorted(target_ids, token_ids.contiguous()).clamp(max=len(target_ids) - 1)
+    return found.where(target_ids[found] == token_ids, -1)
+
+
+@torch.no_grad()
+def copy_head(goal: Tensor, target: PreTrainedModel, target_ids: Tensor | None) -> None:
+    """Copies rows of the target's head to a head over a draft vocabulary; None for all of them."""
     rows: Tensor = target.get_output_embeddings().weight
-    return rows[target_ids.to(rows.device)]
+    goal.copy_(rows if target_ids is None else rows[target_ids.to(rows.device)])
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_specdec.decoding.trace import Trace, TracedRound
 from hf_specdec.visualize.text import pieces
-from hf_specdec.visualize.tree import label
+from hf_specdec.visualize.tree import children_of, label
 
 _ACCEPTED, _BONUS, _BOLD, _FAINT, _END = "\x1b[30;42m", "\x1b[4;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _FORWARDS = ("\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[34m", "\x1b[31m")
@@ -45,30 +45,21 @@ def terminal_tree(
         colour: whether to use colours.
         most_children: shown per node; accepted ones are always shown.
     """
-    taken = set(traced.path)
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(traced.parents):
-        below.setdefault(parent, []).append(node)
-
+    taken, below = set(traced.path), children_of(traced)
     lines: list[str] = []
 
     def write(node: int, lead: str, branch: str) -> None:
-        name = label(decode(traced.token_ids[node]))
-        notes = []
-        if node and traced.probs is not None:
-            notes.append(f"{traced.probs[node]:.2f}")
-        if node and traced.sources is not None:
-            notes.append(traced.sources[node])
-        if node and traced.forwards is not None:
-            notes.append(f"forward {traced.forwards[node]}")
-        text = name + (" ✓" if node in taken else "") + (f"  ({', '.join(notes)})" if notes else "")
+        text = label(decode(traced.token_ids[node])) + (" ✓" if node in taken else "")
+        parts = ((traced.probs, "{:.2f}"), (traced.sources, "{}"), (traced.forwards, "forward {}"))
+        if node and (notes := [form.format(values[node]) for values, form in parts if values is not None]):
+            text += f"  ({', '.join(notes)})"
         if colour:
             style = _BOLD if node in taken or node == 0 else ""
             if node and traced.origins is not None:
                 style += _FORWARDS[(traced.origins[node] - 1) % len(_FORWARDS)]
             text = f"{style}{text}{_END}" if style else text
         lines.append(lead + branch + text)
-        children = below.get(node, [])
+        children = below[node]
         shown = [child for rank, child in enumerate(children) if rank < most_children or child in taken]
         hidden = len(children) - len(shown)
         deeper = lead + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]

@@ -5,6 +5,7 @@ After Figure 7 of the SpecBlock paper. Depth increases to the right; siblings ar
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -39,15 +40,12 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
     Returns:
         The root, and the number of rows.
     """
-    taken = set(traced.path)
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(traced.parents):
-        below.setdefault(parent, []).append(node)
+    taken, below = set(traced.path), children_of(traced)
     rows = 0
 
     def place(node: int, depth: int) -> Shown:
         nonlocal rows
-        children = below.get(node, [])
+        children = below[node]
         has_space = rows < most_rows
         drawn = [child for rank, child in enumerate(children) if child in taken or (has_space and rank < most_children)]
         # The accepted child is first, so that the path is a straight line.
@@ -66,6 +64,14 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
 
     root = place(0, 0)
     return root, rows + 1
+
+
+def children_of(traced: TracedRound) -> dict[int, list[int]]:
+    """The children of each node, in the drafter's order."""
+    below: dict[int, list[int]] = defaultdict(list)
+    for node, parent in enumerate(traced.parents):
+        below[parent].append(node)
+    return below
 
 
 def tree_svg(
@@ -103,7 +109,10 @@ def tree_svg(
         x += widths[depth] + _GAP
     top = 26
     edges: list[str] = []
-    nodes: list[str] = []
+    nodes = [
+        f'<text class="small" x="{starts[depth]:.1f}" y="14">{f"depth {depth}" if depth else "root"}</text>'
+        for depth in sorted({shown.depth for shown in drawn})
+    ]
     for shown in drawn:
         left, y = starts[shown.depth], top + _ROW * shown.row
         width = widths[shown.depth]
@@ -123,7 +132,6 @@ def tree_svg(
                 f"{_more(shown.hidden)}</text>"
             )
     bonus = label(decode(traced.bonus_id))
-    deepest = max(shown.depth for shown in drawn)
     accepted = " ".join(names[node] for node in traced.path) or "nothing"
     summary = f"{len(names) - 1} drafted nodes, depth {max(depths)}; accepted: {accepted}; bonus token: {bonus}"
     height = top + _ROW * rows + 6
@@ -131,7 +139,7 @@ def tree_svg(
     return (
         f'<svg class="tree" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(summary, quote=True)}" '
         f'viewBox="0 0 {x:.0f} {height:.0f}" width="{x:.0f}" height="{height:.0f}" font-size="12">'
-        f"{style}<title>{escape(summary)}</title>{_heads(starts, deepest)}{''.join(edges)}{''.join(nodes)}</svg>"
+        f"{style}<title>{escape(summary)}</title>{''.join(edges)}{''.join(nodes)}</svg>"
     )
 
 
@@ -179,14 +187,6 @@ def _note(traced: TracedRound, node: int) -> str:
     if traced.probs is not None:
         parts.append(f"p {traced.probs[node]:.2f}")
     return " ".join(parts)
-
-
-def _heads(starts: dict[int, float], deepest: int) -> str:
-    return "".join(
-        f'<text class="small" x="{left:.1f}" y="14">{"root" if depth == 0 else f"depth {depth}"}</text>'
-        for depth, left in starts.items()
-        if depth <= deepest
-    )
 
 
 def _draw(traced: TracedRound, node: int, name: str, x: float, y: float, width: float, taken: bool) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen3Config
 
-from hf_specdec.hub.formats.keys import Section
+from hf_specdec.hub.formats.keys import DECODER, Section
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,48 +139,24 @@ def as_it_is(fields: Config, stored: Headers | None) -> Reading:
     return Reading(fields, {name: name for name in stored or () if not re.search(ROTARY, name)})
 
 
-_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-# The fields of a config that define a decoder.
-_SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "initializer_range",
-    "attention_bias",
-    "mlp_bias",
-    *_WINDOWS,
-)
+# Fields of windows in Qwen3 configs.
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+# The fields of a config that define a decoder; `rope_parameters` below reads those of the rotary embedding.
+_SHAPE = sorted(DECODER - {"rope_theta"} | {"initializer_range"})
 
 
 def _of_the_class(config_class: Any) -> Config:
     """The defaults of a config class, without those of windows: a config that has none says so by leaving them out."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
-    return {name: defaults[name] for name in _SHAPE if defaults.get(name) is not None and name not in _WINDOWS}
+    return {name: defaults[name] for name in _SHAPE if defaults.get(name) is not None and name not in WINDOWS}
 
 
 # Defaults of transformers' config classes, for fields that a config does not have.
 _DEFAULTS: dict[str, Config] = {
     "llama": _of_the_class(LlamaConfig),
     "qwen3": _of_the_class(Qwen3Config),
-    "muse_glimmer_assistant": {
-        "hidden_size": 6656,
-        "intermediate_size": 19968,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "sliding_window": 2048,
-    },
+    "muse_glimmer_assistant": _of_the_class(MuseGlimmerAssistantConfig)
+    | {"sliding_window": MuseGlimmerAssistantConfig.sliding_window},
 }
 
 

@@ -27,11 +27,6 @@ def is_deepspec_dflash(fields: Config) -> bool:
     return named and fields.get("markov_rank") == 0 and not fields.get("enable_confidence_head", True)
 
 
-def is_deepspec_eagle3(fields: Config) -> bool:
-    """Whether a config describes DeepSpec's EAGLE-3 for Qwen3 targets."""
-    return "Qwen3Eagle3Model" in (fields.get("architectures") or ())
-
-
 def _taps(fields: Config) -> list[int]:
     layers = layer_list(fields, "target_layer_ids")
     if layers is None:
@@ -92,7 +87,7 @@ DEEPSPEC_EAGLE3 = Format(
         idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *_TARGETS),
     ),
     training=_TRAINING,
-    recognises=is_deepspec_eagle3,
+    recognises=architecture("Qwen3Eagle3Model"),
 )  # fmt: skip
 LAYOUTS = (
     DEEPSPEC_DFLASH,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Headers, Reading
+from hf_specdec.hub.formats.base import ROTARY, Config, Headers, Reading
 
-_LEFT_OUT = re.compile(r"rotary_emb\.inv_freq$|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
+# Rotary tables are computed from the config; some speculators checkpoints still hold weights of the verifier.
+LEFT_OUT = re.compile(rf"{ROTARY}|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
 
 
 def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Reading:
@@ -26,7 +27,7 @@ def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Rea
     draft_vocab_size = fields.pop("draft_vocab_size")
     fields.pop("mlp_bias", None)
     block = dict(block)
-    names = {name: name for name in stored or () if not _LEFT_OUT.search(name)}
+    names = {name: name for name in stored or () if not LEFT_OUT.search(name)}
     if stored is not None:
         block["own_embeddings"] = "embed_tokens.weight" in stored
         block["own_head"] = "lm_head.weight" in stored

@@ -11,17 +11,11 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.hub.formats.base import Config, Headers, Reading
-from hf_specdec.hub.formats.dflash import once
+from hf_specdec.hub.formats.base import WINDOWS, Config, Headers, Reading
+from hf_specdec.hub.formats.dflash import LEFT_OUT, once
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Rotary tables are computed from the config; some speculators checkpoints still hold weights of the verifier.
-_LEFT_OUT = re.compile(r"rotary_emb\.inv_freq$|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
-
-# Fields of Qwen3 configs: EAGLE-3 layers have no sliding window here.
-_NOT_OURS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
 def eagle3_reading(fields: Config, stored: Headers | None) -> Reading:
@@ -37,14 +31,11 @@ def eagle3_reading(fields: Config, stored: Headers | None) -> Reading:
             "attention here: on longer texts fewer drafts may be accepted.",
             stacklevel=2,
         )
-    fields = {name: value for name, value in fields.items() if name not in _NOT_OURS}
+    fields = {name: value for name, value in fields.items() if name not in WINDOWS}
     if stored is None:
         # Drafters with another hidden size than the target have their own embeddings; others may have them.
         return Reading(fields | {"own_embeddings": True}, {})
-    names = {}
-    for name in stored:
-        if not _LEFT_OUT.search(name):
-            names[name] = re.sub(r"^midlayer\.", "layers.0.", name)
+    names = {name: re.sub(r"^midlayer\.", "layers.0.", name) for name in stored if not LEFT_OUT.search(name)}
     ours = {new: stored[old] for old, new in names.items()}
     fields = fields | {
         "own_embeddings": "embed_tokens.weight" in ours,

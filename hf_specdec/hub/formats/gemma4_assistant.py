@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
+
 from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading, check_sizes
 from hf_specdec.hub.formats.keys import HOST, OURS, Section
 
@@ -20,23 +22,16 @@ if TYPE_CHECKING:
 
 # By `model_type`, the target's hidden size where none is named.
 BACKBONES = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
-# Of `gemma4_text`; where the other kind's text config differs, of that.
 TEXT_DEFAULTS: Config = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "sliding_window": 512,
-    "final_logit_softcapping": None,
-}
-UNIFIED_DEFAULTS: Config = {"sliding_window": 1024}
+    key: getattr(Gemma4TextConfig, key)
+    for key in (
+        "attention_bias", "final_logit_softcapping", "head_dim", "hidden_activation", "hidden_size",
+        "initializer_range", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+        "rms_norm_eps", "sliding_window", "vocab_size",
+    )
+}  # fmt: skip
+# Of the text config of the other kind, where it differs.
+UNIFIED_DEFAULTS: Config = {"sliding_window": Gemma4UnifiedTextConfig.sliding_window}
 GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPES: Config = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -51,11 +46,6 @@ _TOKENS = (
     "image_token_id", "video_token_id",
 )  # fmt: skip
 _ORDERING = "masked_embedding.token_ordering"
-
-
-def is_gemma4_assistant(config: Config) -> bool:
-    """Whether a `config.json` is of a Gemma 4 assistant."""
-    return config.get("model_type") in BACKBONES
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
@@ -174,7 +164,7 @@ GEMMA4_ASSISTANT = Format(
         nested={"text_config": _TEXT},
     ),
     check=check,
-    recognises=is_gemma4_assistant,
+    recognises=lambda config: config.get("model_type") in BACKBONES,
 )
 LAYOUTS = (GEMMA4_ASSISTANT,)
 OWN_KEYS = Section(

@@ -27,11 +27,6 @@ _NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "h
 _BLOCK_SIZE, _MASK_TOKEN_ID, _TARGET_LAYER_IDS, _ROPE_THETA = 16, 201818, [1, 13, 25, 37, 49], 500000.0
 
 
-def is_muse(config: Config) -> bool:
-    """Whether a `config.json` describes transformers' DFlash drafter."""
-    return config.get("model_type") == MODEL_TYPE
-
-
 def read(fields: Config, stored: Headers | None) -> Reading:
     """Converts fields and tensor names of a `MuseGlimmerAssistantModel`.
 
@@ -63,6 +58,6 @@ MUSE = Format(
     "dflash",
     read,
     decoder("block_size", "mask_token_id", "target_layer_ids", only={"attention_bias": (False,), "mlp_bias": (False,)}),
-    recognises=is_muse,
+    recognises=lambda config: config.get("model_type") == MODEL_TYPE,
 )
 LAYOUTS = (MUSE,)

@@ -10,24 +10,14 @@ embeddings. The default rotary base is 10000. Source: shared facts on formats, s
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
 from hf_specdec.hub.formats.keys import decoder
-from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, eagle_config
-
-
-def read(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of SafeAILab's EAGLE-3 drafter."""
-    ours = decoder_shape(fields, "llama") | {
-        "draft_vocab_size": fields.get("draft_vocab_size"),
-        "target_hidden_size": fields.get("target_hidden_size"),
-    }
-    return eagle3_reading(ours | eagle_config(fields), stored)
-
+from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, read
 
 SAFEAILAB = Format(
     "EAGLE-3 (SafeAILab)",
     "eagle3",
-    read,
+    read,  # the keys of SpecForge that are not among these have the values that are always so here
     decoder("draft_vocab_size", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading
+from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading, architecture
 from hf_specdec.hub.formats.keys import OURS, decoder
 
 # A frozen copy of the target's embedding, which the authors' checkpoints do not have, but some others do.
 _LEFT_OUT = re.compile(rf"{ROTARY}|^input_layer\.embed_tokens\.")
-
-
-def is_specblock(config: Config) -> bool:
-    """Whether a `config.json` has the SpecBlock layout; its `model_type` is that of a language model."""
-    named = any("SpecBlock" in name for name in config.get("architectures") or ())
-    return named or "diffspec_draft_token_num" in config
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
@@ -47,6 +41,7 @@ SPECBLOCK = Format(
         "rank_features_top", "rank_state", "target_hidden_size", "target_layer_ids", *OURS,
     ),
     beside={"vocab_mapping.pt": ("d2t", "t2d")},
-    recognises=is_specblock,
+    # The `model_type` is that of a language model.
+    recognises=lambda config: "diffspec_draft_token_num" in config or architecture("SpecBlock")(config),
 )  # fmt: skip
 LAYOUTS = (SPECBLOCK,)

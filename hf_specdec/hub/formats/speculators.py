@@ -172,20 +172,16 @@ def write_peagle(fields: Config, target: Config) -> Config:
 
 def write_dflash(fields: Config, target: Config) -> Config:
     """The `config.json` for a `DFlashDrafter` whose config has these fields; arguments as for `write_eagle3`."""
-    if fields["dflash_config"].get("sample_from_anchor"):
-        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
-    return _block_config("dflash", "DFlashDraftModel", fields["block_size"] - 1, fields, target)
+    return _block_config("dflash", "DFlashDraftModel", fields, target)
 
 
 def write_dflash2(fields: Config, target: Config) -> Config:
     """The `config.json` for a `DFlash2Drafter` whose config has these fields; arguments as for `write_eagle3`."""
     block = fields["dflash_config"]
-    if block.get("sample_from_anchor"):
-        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
     for key in ("output_multiplier", "input_embedding_scale"):
         if block.get(key, 1) != 1:
             raise ValueError(f"{key} is {block[key]!r}, and this layout has no field for it.")
-    config = _block_config("dflash2", "DFlash2DraftModel", fields["block_size"] - 1, fields, target)
+    config = _block_config("dflash2", "DFlash2DraftModel", fields, target)
     return config | {key: block[key] for key in CONVOLUTIONS}
 
 
@@ -197,13 +193,11 @@ def write_dspark(fields: Config, target: Config) -> Config:
             f"markov_rank is {block.get('markov_rank', 0)!r} and markov_head_type {block.get('markov_head_type')!r}, "
             "and vLLM has vanilla Markov heads only."
         )
-    anchored = bool(block.get("sample_from_anchor"))
-    tokens = fields["block_size"] - (not anchored)
-    config = _block_config("dspark", "DSparkDraftModel", tokens, fields, target) | {"sample_from_anchor": anchored}
+    config = _block_config("dspark", "DSparkDraftModel", fields, target)
     return config | {key: block.get(key) or False for key in DSPARK_HEADS} | {"markov_head_type": "vanilla"}
 
 
-def _block_config(kind: str, architecture: str, speculative_tokens: int, fields: Config, target: Config) -> Config:
+def _block_config(kind: str, architecture: str, fields: Config, target: Config) -> Config:
     """The fields that the configs of DFlash, DFlash 2 and DSpark have in common; arguments as for `_envelope`."""
     block, layers = fields["dflash_config"], fields["num_hidden_layers"]
     if block.get("attention_sink_bias"):
@@ -232,12 +226,15 @@ def _block_config(kind: str, architecture: str, speculative_tokens: int, fields:
             ),
             stacklevel=2,
         )
-    config = _envelope(kind, fields, target, architecture, speculative_tokens) | {
+    anchored = bool(block.get("sample_from_anchor"))
+    if anchored and kind != "dspark":
+        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
+    config = _envelope(kind, fields, target, architecture, fields["block_size"] - (not anchored)) | {
         "draft_vocab_size": block.get("draft_vocab_size", fields["vocab_size"]),
         "block_size": fields["block_size"],
         "mask_token_id": block["mask_token_id"],
         "aux_hidden_state_layer_ids": _states(fields["target_layer_ids"], target),
-        "sample_from_anchor": False,
+        "sample_from_anchor": anchored,
         "sliding_window_non_causal": sliding == {False},
     }
     types = ["full_attention" if window is None else "sliding_attention" for window in fields["windows"]]

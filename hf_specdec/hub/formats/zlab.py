@@ -18,11 +18,6 @@ _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embed
 _EITHER = ("block_size", "num_target_layers")
 
 
-def is_zlab(config: Config) -> bool:
-    """Whether a `config.json` has z-lab's DFlash layout; its `model_type` is that of a language model."""
-    return "dflash_config" in config or any(name.startswith("DFlash") for name in config.get("architectures") or ())
-
-
 def read(fields: Config, stored: Headers | None) -> Reading:
     """Converts fields and tensor names of a DFlash drafter in z-lab's layout.
 
@@ -95,7 +90,10 @@ ZLAB = Format(
         nested={"dflash_config": _BLOCK},
     ),
     refused={"mask_embedding.pt": "a learned vector instead of the mask token's embedding, which is not supported"},
-    recognises=is_zlab,
+    # The `model_type` is that of a language model.
+    recognises=lambda config: (
+        "dflash_config" in config or any(name.startswith("DFlash") for name in config.get("architectures") or ())
+    ),
 )
 LAYOUTS = (
     Unsupported(
