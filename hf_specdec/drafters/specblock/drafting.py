@@ -364,10 +364,10 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         context.lap("tree")
         return tree
 
-    def describe(self, tree: DraftTree) -> NodeNotes:
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
         assert self.tree is not None
         _, nodes, selected = self.tree
-        return path_notes(tree, nodes.scores.gather(1, selected), nodes.forwards(selected))
+        return path_notes(tree, nodes.forwards(selected)[:, : tree.num_nodes])
 
     def read_committed(self, root_ids: Tensor) -> None:
         """Reads the pending positions; `last` are then states and position of each row's start, see `_committed`."""

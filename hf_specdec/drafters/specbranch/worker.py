@@ -124,10 +124,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
                 self._share_cores()
         self.emitted = [[] for _ in context.texts]
         self._call(drafting.start, context.texts, self.target.text_mask(min(context.lengths) - 1), seed)
-        ratio = self.drafter.speed_ratio_of(self.target.model)
+        known, ratio = self.drafter.known_of(self.target.model), options.speed_ratio
         if ratio is None:
-            ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
-            self.drafter.keep_speed_ratio(self.target.model, ratio)
+            if "speed ratio" not in known:  # measured once, so that draft lengths, and samples, are repeatable
+                seconds = self._seconds_per_verification(context)
+                known["speed ratio"] = seconds / self._call(drafting.seconds_per_forward)
+            ratio = known["speed ratio"]
         self.speed_ratio = ratio
         # No longer than c, rounded down, so that drafting takes no longer than verification.
         drafting.plan = replace(plan, most_tokens=max(1, min(plan.most_tokens, int(ratio))))
