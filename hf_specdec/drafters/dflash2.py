@@ -20,6 +20,7 @@ from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVoc
 from hf_specdec.decoding.modules import apply_head, table_rows
 from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
 from hf_specdec.drafters.dspark import ConditionalDrafter, DSparkOptions
+from hf_specdec.drafters.growth import Slots
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import known_ids
 from hf_specdec.hub.formats.dflash2 import DFLASH2
@@ -153,10 +154,8 @@ class CandidateSelector(nn.Module):
         return code @ self.successor_codebook[candidates].transpose(1, 2)
 
 
-class SelectorSlots:
-    """The slots of one round's block, for use in order; see `Slots` of DSpark."""
-
-    state: Tensor | None = None
+class SelectorSlots(Slots):
+    """The slots of one round's block, for use in order."""
 
     def __init__(self, selector: CandidateSelector, states: Tensor, logits: Tensor) -> None:
         self.selector, self.states, self.logits = selector, states, logits
@@ -169,10 +168,6 @@ class SelectorSlots:
         scores = self.selector(token_ids, self.states[:, slot], candidates).float() + self.unary[:, slot, None]
         slot_logits = scores.new_full((*token_ids.shape, self.logits.shape[-1]), -torch.inf)
         return slot_logits.scatter(-1, candidates.unsqueeze(1).expand_as(scores), scores), state
-
-    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """None: there is no confidence head."""
-        return None
 
 
 class DFlash2Drafter(ConditionalDrafter):

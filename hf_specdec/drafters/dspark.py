@@ -265,7 +265,7 @@ class DSparkDrafter(ConditionalDrafter):
         return facts
 
 
-class MarkovSlots:
+class MarkovSlots(Slots):
     """A DSpark drafter's slots, see `Slots`; `state` is the Markov head's."""
 
     def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
@@ -273,7 +273,6 @@ class MarkovSlots:
         first = drafter.config.first_slot
         self.states = states[:, first:]
         self.depth = self.states.shape[1]
-        self.state: Tensor | None = None
         if (head := drafter.markov_head) is not None:
             embedded = head.embed(root_ids.unsqueeze(1))
             self.state = head.start(embedded)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,7 +199,7 @@ def num_prefixes(vocab: int, depth: int, budget: int) -> int:
     return total
 
 
-class Slots(Protocol):
+class Slots(ABC):
     """The slots of one round's block, for use in order.
 
     Attributes:
@@ -209,8 +210,9 @@ class Slots(Protocol):
 
     depth: int
     logits: Tensor
-    state: Tensor | None
+    state: Tensor | None = None
 
+    @abstractmethod
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The distributions of a slot after given tokens.
 
@@ -222,11 +224,10 @@ class Slots(Protocol):
         Returns:
             [batch, nodes, draft_vocab] float32 logits, and the recurrent states after the slot.
         """
-        ...
 
     def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
         """[batch] float32, log-probability that a slot is accepted after `token_ids` [batch]; None without a head."""
-        ...
+        return None
 
 
 def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget: int) -> DraftTree:
