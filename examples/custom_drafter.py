@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdec import (
     DraftContext,
@@ -26,6 +26,7 @@ from hf_specdec import (
     load_drafter,
     register,
 )
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.hub.formats.base import Format, Headers, Reading
@@ -37,24 +38,13 @@ from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 
-class BigramConfig(PreTrainedConfig):
-    """The size of the table, and its target; `hf_specdec_<name>` is the layout of this library."""
+class BigramConfig(TargetFields):
+    """The size of the table, besides what every config has of its target; saved under a `model_type` of its own."""
 
     model_type = "hf_specdec_bigram"
 
-    def __init__(
-        self,
-        vocab_size: int = 32000,
-        rank: int = 32,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.vocab_size, self.rank, self.architectures = vocab_size, rank, ["BigramDrafter"]
-        self.target_name_or_path, self.target_revision = target_name_or_path, target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
+    vocab_size: int = 32000
+    rank: int = 32
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +65,7 @@ class BigramDrafter(PretrainedDrafter):
 
     config_class = BigramConfig
     options_class = BigramOptions
+    card_summary = "A bigram table: it predicts each token from the one before it."
 
     def __init__(self, config: BigramConfig) -> None:
         super().__init__(config)
@@ -91,9 +82,6 @@ class BigramDrafter(PretrainedDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return BigramGenerator(self)
-
-    def card_summary(self) -> str:
-        return "A bigram table: it predicts each token from the one before it."
 
 
 class BigramGenerator(TreeCandidateGenerator):
@@ -134,7 +122,7 @@ class BigramStep(TrainingStep):
 
 def prepare(options: TrainOptions, target: PreTrainedModel, source: Source) -> tuple[BigramDrafter, BigramStep]:
     """What `hf-specdec train --method bigram` trains, and how."""
-    return BigramDrafter(BigramConfig(target.get_input_embeddings().num_embeddings)), BigramStep(target)
+    return BigramDrafter(BigramConfig(vocab_size=target.get_input_embeddings().num_embeddings)), BigramStep(target)
 
 
 register(

@@ -71,12 +71,13 @@ class Drafter(ABC):
             )
         super().__setattr__(name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        def weak(value: object) -> bool:
-            return isinstance(value, weakref.ref) or (isinstance(value, tuple) and any(map(weak, value)))
+    def known_of(self, model: PreTrainedModel) -> dict[Any, Any]:
+        """What was found out about a pair, for later calls; neither saved nor copied. Must not refer to the two."""
+        return _KNOWN.setdefault(self, weakref.WeakKeyDictionary()).setdefault(model, {})
 
-        # Weak references to targets cannot be pickled, and are not part of a copy.
-        return {name: None if weak(value) else value for name, value in vars(self).items()}
+    def known_targets(self) -> list[PreTrainedModel]:
+        """The targets, of those that still exist, that it was combined with."""
+        return list(_KNOWN.get(self, ()))
 
     @property
     def method(self) -> str:
@@ -91,7 +92,7 @@ class Drafter(ABC):
     @property
     def methods(self) -> tuple[str, ...]:
         """The drafting methods that it offers, the allowed values of `options.method`."""
-        return (self.method,)
+        return tuple(self.options_class.METHODS) or (self.method,)
 
     def forget(self) -> None:
         """Clears everything learnt from the texts of earlier calls, for repeatable measurements."""
@@ -157,9 +158,7 @@ class Drafter(ABC):
         """
         if not self.options.pauses or _ALWAYS_DRAFTING.get():
             return Always()
-        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
-        knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
-        return AutoBudget(knowledge, stats)
+        return AutoBudget(self.known_of(model).setdefault((self.method, batch), BudgetKnowledge()), stats)
 
     def report_tables(
         self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
@@ -181,6 +180,37 @@ class Drafter(ABC):
         changed = self.options.replace(**changes)
         self.validate_options(changed)
         self.options = changed
+
+
+class WrappingDrafter(Drafter):
+    """A drafter that drafts with others.
+
+    Attributes:
+        sources: the other drafters, with options of their own.
+    """
+
+    mergeable = False
+    sources: tuple[Drafter, ...]
+
+    def forget(self) -> None:
+        for source in self.sources:
+            source.forget()
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        for source in self.sources:
+            source.check_target(model)
+
+    def check_options(self) -> None:
+        super().check_options()
+        for source in self.sources:
+            source.check_options()
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        for source in self.sources:
+            source.check_pairing(model, input_ids)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return tuple(layer for source in self.sources for layer in source.feature_layers(model))
 
 
 @contextmanager
@@ -209,10 +239,9 @@ def check_is_drafter(given: object, order: str = "") -> None:
         raise TypeError(f"{message} {order}".rstrip())
 
 
-# Not an attribute of the drafters, because it is neither saved nor copied.
-_KNOWLEDGE: weakref.WeakKeyDictionary[
-    Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]
-] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class BlockMarginals(ABC):

@@ -17,12 +17,11 @@ import math
 import os
 import sys
 import warnings
-import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +32,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
@@ -69,7 +67,6 @@ __all__ = ["CausalLMDrafter", "CausalLMOptions"]
 logger = logging.getLogger(__name__)
 
 
-METHODS = ("causal_lm_chain", "causal_lm_tree")
 MAX_DEPTH = 256
 
 
@@ -92,9 +89,10 @@ class CausalLMOptions(TreeOptions):
         entropy_weight: of the entropy (nats) in that bound.
     """
 
+    METHODS = ("causal_lm_chain", "causal_lm_tree")
+
     method: str = "causal_lm_tree"
     depth: int = 5
-    tree_budget: int | Literal["auto"] = "auto"
     top_k: int = 4
     sample_drafts: bool = True
     min_confidence: float | None = None
@@ -103,7 +101,6 @@ class CausalLMOptions(TreeOptions):
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
-        self.check_choices(method=METHODS)
         self.check_integers(depth=MAX_DEPTH, top_k=MAX_TREE_BUDGET)
         self.check_switches("sample_drafts")
         for name in ("min_confidence", "min_acceptance"):
@@ -174,13 +171,16 @@ class CausalLMDrafter(PublishedDrafter):
     fits = "It can draft for any target with the same tokenizer; the one it was trained for accepts most."
     options_class = CausalLMOptions
     options: CausalLMOptions
+    card_summary = (
+        "A plain language model as drafter: it drafts token by token, either the likeliest tree "
+        '(`method="causal_lm_tree"`, the default) or one chain (`method="causal_lm_chain"`).'
+    )
 
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model: PreTrainedModel = unwrapped(model)
         self.tokenizer_folder: Path | None = None
         self.draft_rows: Tensor | None = None  # of its head, if it drafts only some of its tokens; not saved
         self._head_rows: tuple[Any, PreTrainedModel] | None = None
-        self._compared: weakref.ref[PreTrainedModel] | None = None
         self.options = self.loaded_options()
         self.set_options(**drafting_options)
 
@@ -206,13 +206,11 @@ class CausalLMDrafter(PublishedDrafter):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the draft model as an ordinary language model, with records and card; `load_drafter` reads it."""
-        if (plain := self.without_adapters()) is not self:
-            plain.save_pretrained(save_directory, **kwargs)
-            return
-        self.store_options()
-        with self.replacing_weights(Path(save_directory)):
-            self.model.save_pretrained(save_directory, **kwargs)
-        self.write_records(save_directory)
+        drafter = self.without_adapters()
+        drafter.store_options()
+        with drafter.replacing_weights(Path(save_directory)):
+            drafter.model.save_pretrained(save_directory, **kwargs)
+        drafter.write_records(save_directory)
 
     def without_adapters(self) -> CausalLMDrafter:
         model = merged_adapters(self.model)
@@ -263,25 +261,8 @@ class CausalLMDrafter(PublishedDrafter):
             self.model.config.draft_token_ids = target_ids.tolist()
 
     @property
-    def options_config(self) -> PreTrainedConfig:
-        return self.model.config
-
-    @property
-    def target_name_or_path(self) -> str | None:
-        return (self.training_record or {}).get("target")
-
-    @property
-    def target_revision(self) -> str | None:
-        return (self.training_record or {}).get("target_revision")
-
-    def count_parameters(self) -> int:
-        return self.model.num_parameters()
-
-    def card_summary(self) -> str:
-        return (
-            "A plain language model as drafter: it drafts token by token, either the likeliest tree "
-            '(`method="causal_lm_tree"`, the default) or one chain (`method="causal_lm_chain"`).'
-        )
+    def saved_model(self) -> PreTrainedModel:
+        return self.model
 
     def card_facts(self) -> dict[str, str]:
         config = self.model.config.get_text_config(decoder=True)
@@ -292,10 +273,6 @@ class CausalLMDrafter(PublishedDrafter):
             "Vocabulary": str(self.model.get_input_embeddings().num_embeddings)
             + ("" if self.target_ids is None else " of the target's tokens"),
         }
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return METHODS
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         # On a CPU these models are too small to gain from compilation.
@@ -314,9 +291,9 @@ class CausalLMDrafter(PublishedDrafter):
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
         self._check_vocabulary(model, target_name)
-        if self._compared is None or self._compared() is not model:
+        if "pairing" not in (known := self.known_of(model)):
             self._compare_once(model, target_name)
-            self._compared = weakref.ref(model)
+            known["pairing"] = True
 
     def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
         target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
@@ -618,10 +595,8 @@ class TreeGenerator(DraftModelGenerator):
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
         super().__init__(drafter, target, options)
-        # [batch, nodes] of the latest tree: each node's index in the draft model's cache, -1 for nodes that it has not
-        # run; and the log-probability of the path to it.
+        # [batch, nodes] of the latest tree: each node's index in the draft model's cache, -1 if it has not run it.
         self.cache_indices: Tensor
-        self.path_logprobs: Any
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
@@ -703,14 +678,11 @@ class TreeGenerator(DraftModelGenerator):
         chosen = scores.argsort(dim=1, descending=True, stable=True)[:, :drafted]
         self.cache_indices = cached.gather(1, pad(1 + chosen, (1, 0)))
         tree = tree.first_nodes(drafted)
-        self.path_logprobs = tree.path_logprobs
         context.lap("tree")
         return tree
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        if tree.num_nodes == 1:  # nothing was drafted
-            return None
-        return path_notes(tree, self.path_logprobs, tree.depths)  # one forward per level
+        return path_notes(tree)
 
 
 # Names of a language model's weights within an image-text model, and by themselves.

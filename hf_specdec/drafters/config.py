@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import PreTrainedModel
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 
-class TargetFields:
+class TargetFields(PreTrainedConfig):
     """A base class of configs, before the config of transformers that they extend.
+
+    As in transformers, a field is an annotated class attribute, and `__post_init__` completes the fields and gets all
+    other arguments. `@strict` adds the checks of the decoder's config class, such as that of heads and hidden size.
 
     Args:
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
-        kwargs: of the config of transformers.
+
+    Attributes:
+        architecture: the one that `config.json` names; None for the name of the drafter's class.
     """
 
-    def __init__(
-        self,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
+    architecture: ClassVar[str | None] = None
+
+    target_name_or_path: str | None = None
+    target_revision: str | None = None
+    target_tokenizer_sha256: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.architectures = [self.architecture or type(self).__name__.replace("Config", "Drafter")]
 
     def check_sizes(self, *names: str, least: int = 1, where: str = "") -> None:
         """Raises ValueError, naming field and value, unless each of these fields is an integer of at least `least`.
@@ -55,31 +59,27 @@ def default_target_layer_ids(num_target_layers: int) -> list[int]:
     return [min(max(1, index), num_target_layers) - 1 for index in indices]
 
 
-class FeatureFields(TargetFields):
-    """A base class of configs of drafters that read several layers of the target and have a head of their own.
+@strict
+class FeatureFields(TargetFields, LlamaConfig):
+    """A base class of configs of Llama layers that read several layers of the target and have a head of their own.
 
     Args:
         draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
         target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
             first layer. None for `default_target_layer_ids` of the target.
         target_hidden_size: the target's hidden size; None for `hidden_size`.
-        kwargs: see `TargetFields`.
     """
 
-    vocab_size: int
-    hidden_size: int
+    draft_vocab_size: Any = None
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: Any = None
 
-    def __init__(
-        self,
-        draft_vocab_size: int | None = None,
-        target_layer_ids: list[int] | None = None,
-        target_hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.target_layer_ids = target_layer_ids
-        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
 
     def check(self) -> None:
         """Raises ValueError, naming the field and its value, if no drafter can be built from this config."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -58,7 +58,6 @@ class RestOptions(NGramOptions):
 
     method = "rest"
     longest_suffix: int = LONGEST
-    tree_budget: int | Literal["auto"] = "auto"
 
 
 class RestDrafter(LookupDrafter):

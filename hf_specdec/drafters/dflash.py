@@ -12,9 +12,9 @@ Source: z-lab/dflash; shared facts on formats, sections 1 and 1.5.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -57,7 +57,6 @@ from hf_specdec.drafters.registry import (
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import (
     CachedRows,
-    check_draft_to_target,
     draftable_rows,
     head_of_rows,
     known_ids,
@@ -89,7 +88,7 @@ def block_field(name: str, default: Any = None) -> Any:
     return property(lambda config: config.dflash_config.get(name, default))
 
 
-@strict  # checks the type of vocab_size
+@strict
 class DFlashConfig(TargetFields, Qwen3Config):
     """The config of a Qwen3 decoder and what DFlash adds.
 
@@ -107,33 +106,28 @@ class DFlashConfig(TargetFields, Qwen3Config):
         final_logit_softcapping: tanh cap on the logits of the target's head.
     """
 
-    vocab_size: int | None = 151936
-    architecture: ClassVar[str] = "DFlashDraftModel"
+    architecture: ClassVar[str | None] = "DFlashDraftModel"
 
-    def __init__(
-        self,
-        dflash_config: dict[str, Any] | None = None,
-        block_size: int | None = None,
-        num_target_layers: int | None = None,
-        is_causal: bool | None = None,
-        final_logit_softcapping: float | None = None,
-        **kwargs: Any,
-    ) -> None:
+    vocab_size: Any = 151936
+    sliding_window: int | None = None
+    dflash_config: Any = None
+    block_size: Any = None
+    num_target_layers: Any = None
+    is_causal: bool | None = None
+    final_logit_softcapping: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
         self._as_published: dict[str, Any] | None = None  # the content of the file that was loaded
-        window, layer_types = kwargs.get("sliding_window"), kwargs.get("layer_types")
-        super().__init__(**kwargs)
-        self.dflash_config = dict(dflash_config or {})
+        window, layer_types = self.sliding_window, self.layer_types
+        self.dflash_config = dict(self.dflash_config or {})
+        super().__post_init__(**kwargs)
         if self.use_swa and layer_types is None:
             # Every layer has the window and none is causal. With use_sliding_window Qwen3's rule would change that.
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
+            self.layer_types: Any = ["full_attention"] * self.num_hidden_layers
         if "sliding_attention" in self.layer_types or self.use_swa:
             # Qwen3Config drops the window unless use_sliding_window is set; published drafters set only one of the two.
             self.sliding_window = window
-        self.block_size = self.dflash_config.get("block_size", block_size)
-        self.num_target_layers = num_target_layers
-        self.is_causal = is_causal
-        self.final_logit_softcapping = final_logit_softcapping
-        self.architectures = [self.architecture]
+        self.block_size = self.dflash_config.get("block_size", self.block_size)
 
     def check(self) -> None:
         """Raises ValueError, naming the field and its section, if the drafter cannot be built from this config."""
@@ -190,7 +184,6 @@ class DFlashConfig(TargetFields, Qwen3Config):
         explicit = self.dflash_config.get("target_layer_ids")
         if explicit:
             return explicit
-        assert self.num_target_layers is not None, "check() requires one of the two"
         return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
@@ -237,11 +230,11 @@ class DFlashConfig(TargetFields, Qwen3Config):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in the published layout, for all DFlash loaders."""
-        fields = super().to_dict() | {"model_type": "qwen3", "architectures": [self.architecture]}
-        del fields["_as_published"]
-        if "block_size" in fields["dflash_config"]:
-            fields["dflash_config"]["block_size"] = fields.pop("block_size")
-        return fields
+        every = super().to_dict() | {"model_type": "qwen3", "architectures": [self.architecture]}
+        del every["_as_published"]
+        if "block_size" in every["dflash_config"]:
+            every["dflash_config"]["block_size"] = every.pop("block_size")
+        return every
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `save_pretrained` writes: the loaded file, unknown keys included, with all changed fields.
@@ -250,13 +243,14 @@ class DFlashConfig(TargetFields, Qwen3Config):
         `rope_theta`), so no keys are added to a loaded file.
         """
         if self._as_published is None:
-            fields = super().to_diff_dict()
-            fields = {key: value for key, value in fields.items() if value is not None or key not in _OPTIONAL}
+            decoders = {field.name for field in fields(Qwen3Config)}
+            unset = {field.name for field in fields(self) if getattr(self, field.name) is None} - decoders
+            written = {key: value for key, value in super().to_diff_dict().items() if key not in unset}
             # Loaders older than rope_parameters read the base at the top level, with 10000 as default.
-            return fields | _legacy_rope(fields["rope_parameters"])
+            return written | _legacy_rope(written["rope_parameters"])
         before = type(self)(**copy.deepcopy(self._as_published)).to_dict()
-        fields = self.to_dict()
-        changed = {key: value for key, value in fields.items() if key not in before or before[key] != value}
+        now = self.to_dict()
+        changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
         changed.pop("_name_or_path", None)
         written = copy.deepcopy(self._as_published)
         if written.get("block_size") is not None:  # dflash_config may have another one, and both are read
@@ -267,17 +261,6 @@ class DFlashConfig(TargetFields, Qwen3Config):
             written.pop("rope_scaling", None)
             changed |= _legacy_rope(changed["rope_parameters"])
         return {"model_type": "qwen3", "architectures": [self.architecture]} | written | changed
-
-
-# Our own fields, which are not written if they are None.
-_OPTIONAL = (
-    "final_logit_softcapping",
-    "is_causal",
-    "num_target_layers",
-    "target_name_or_path",
-    "target_revision",
-    "target_tokenizer_sha256",
-)
 
 
 def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -297,24 +280,20 @@ class DFlashOptions(TreeOptions):
             draft fewer tokens per forward.
     """
 
+    METHODS: ClassVar[Collection[str]] = MARGINAL_METHODS
+
     method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = "auto"
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
-        self.check_choices(method=MARGINAL_METHODS)
-        check_block_option(self.block_size, config.block_size)
-
-
-def check_block_option(size: object, trained: int) -> None:
-    """Raises ValueError unless the option `block_size` is None or at most the trained size."""
-    if size is not None and (type(size) is not int or not 2 <= size <= trained):
-        raise ValueError(
-            f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained with "
-            "(root included), or None for that size."
-        )
+        size, trained = self.block_size, config.block_size
+        if size is not None and (type(size) is not int or not 2 <= size <= trained):
+            raise ValueError(
+                f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained "
+                "with (root included), or None for that size."
+            )
 
 
 def block_embeddings(model: PreTrainedModel) -> nn.Module:
@@ -388,13 +367,18 @@ class DFlashDrafter(PretrainedDrafter):
 
     config_class: type[DFlashConfig] = DFlashConfig
     config: DFlashConfig
-    options_class: ClassVar[type[TreeOptions]] = DFlashOptions
+    options_class: ClassVar[type[DFlashOptions]] = DFlashOptions
     options: DFlashOptions
     d2t: Tensor
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer, which is computed from the config.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
+    card_summary = (
+        "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
+        "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
+        '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
+    )
 
     def __init__(self, config: DFlashConfig) -> None:
         config.check()
@@ -405,7 +389,6 @@ class DFlashDrafter(PretrainedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.own_embeddings:
-            assert config.vocab_size is not None, "check() requires it"
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -455,7 +438,6 @@ class DFlashDrafter(PretrainedDrafter):
             return hidden
         logits = self.draft_logits(hidden[:, self.config.first_slot :], lm_head)
         if self.config.maps_vocabulary:
-            assert self.config.vocab_size is not None, "check() requires it"
             logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(
                 None, logits
             )
@@ -487,7 +469,6 @@ class DFlashDrafter(PretrainedDrafter):
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
-        assert self.config.vocab_size is not None, "check() requires it"
         set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
@@ -517,22 +498,11 @@ class DFlashDrafter(PretrainedDrafter):
     @property
     def num_slots(self) -> int:
         """Slots of a block, root included: `options.block_size`, or the trained number."""
-        trained: int = self.config.block_size  # type: ignore[assignment]  # check() requires it
-        return self.options.block_size or trained
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(MARGINAL_METHODS)
+        slots: int = self.options.block_size or self.config.block_size
+        return slots
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self.options)
-
-    def card_summary(self) -> str:
-        return (
-            "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
-            '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
-        )
 
     def card_facts(self) -> dict[str, str]:
         config = self.config
@@ -554,17 +524,13 @@ class DFlashDrafter(PretrainedDrafter):
             num_layers=config.num_target_layers,
             layers=config.target_layer_ids,
             first_layer=-1,
+            d2t=self.d2t if config.maps_vocabulary else None,
         )
-        name = name_of(self)
         rows = model.get_input_embeddings().num_embeddings
-        shared = min(config.vocab_size or rows, rows)
-        if config.maps_vocabulary:
-            check_draft_to_target(self.d2t, shared, name)
-        if not 0 <= config.mask_token_id < shared:
-            target_name = name_of(model)
+        if not 0 <= config.mask_token_id < (shared := min(config.vocab_size or rows, rows)):
             raise ValueError(
-                f"Drafter {name!r} uses mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
-                f"{shared} embeddings. {way_out(self)}"
+                f"Drafter {name_of(self)!r} uses mask_token_id {config.mask_token_id}, but target {name_of(model)!r} "
+                f"has only {shared} embeddings. {way_out(self)}"
             )
 
 

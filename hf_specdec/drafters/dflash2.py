@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head, table_rows
 from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
 from hf_specdec.drafters.dspark import ConditionalDrafter, DSparkOptions
+from hf_specdec.drafters.growth import Slots
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import known_ids
 from hf_specdec.hub.formats.dflash2 import DFLASH2
@@ -29,6 +31,7 @@ __all__ = ["DFlash2Config", "DFlash2Drafter", "DFlash2Options"]
 TREE, CHAIN = "dflash2", "dflash2_chain"
 
 
+@strict
 class DFlash2Config(DFlashConfig):
     """A `DFlashConfig` whose `dflash_config` has DFlash 2's own fields.
 
@@ -37,11 +40,7 @@ class DFlash2Config(DFlashConfig):
     (of the head's logits, before their cap) and `input_embedding_scale` (of the block's unscaled embeddings).
     """
 
-    architecture: ClassVar[str] = "DFlash2DraftModel"
-
-    # transformers generates an __init__ for a config class without one, and it would not call DFlashConfig's.
-    def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(dflash_config=dflash_config, **kwargs)
+    architecture: ClassVar[str | None] = "DFlash2DraftModel"
 
     def check(self) -> None:
         super().check()
@@ -78,7 +77,7 @@ class DFlash2Options(DSparkOptions):
         block_size: see `DSparkOptions`.
     """
 
-    METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
+    METHODS = (TREE, CHAIN)
 
     method: str = TREE
 
@@ -134,7 +133,6 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        assert config.vocab_size is not None, "check() requires it"
         self.top_k: int = config.selector_top_k
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
@@ -156,10 +154,8 @@ class CandidateSelector(nn.Module):
         return code @ self.successor_codebook[candidates].transpose(1, 2)
 
 
-class SelectorSlots:
-    """The slots of one round's block, for use in order; see `Slots` of DSpark."""
-
-    state: Tensor | None = None
+class SelectorSlots(Slots):
+    """The slots of one round's block, for use in order."""
 
     def __init__(self, selector: CandidateSelector, states: Tensor, logits: Tensor) -> None:
         self.selector, self.states, self.logits = selector, states, logits
@@ -173,10 +169,6 @@ class SelectorSlots:
         slot_logits = scores.new_full((*token_ids.shape, self.logits.shape[-1]), -torch.inf)
         return slot_logits.scatter(-1, candidates.unsqueeze(1).expand_as(scores), scores), state
 
-    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """None: there is no confidence head."""
-        return None
-
 
 class DFlash2Drafter(ConditionalDrafter):
     """A DFlash 2 checkpoint as a drafter: `method="dflash2"` drafts the best-first tree, `"dflash2_chain"` one path.
@@ -188,6 +180,12 @@ class DFlash2Drafter(ConditionalDrafter):
     config: DFlash2Config
     options_class = DFlash2Options
     layer_class = DFlash2Layer
+    card_summary = (
+        "A DFlash 2 drafter: it fills a block of masked slots in one forward, from the hidden states of the "
+        "target, and rescores each slot's likeliest tokens given the token drafted before it. hf_specdec drafts "
+        'with it either the likeliest tree (`method="dflash2"`, the default) or one chain '
+        '(`method="dflash2_chain"`).'
+    )
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
@@ -218,7 +216,6 @@ class DFlash2Drafter(ConditionalDrafter):
         """[..., hidden] after the final norm -> [..., vocab] float32, -inf except at the `selector_top_k` likeliest."""
         logits = apply_head(lm_head, hidden) * self.config.output_multiplier
         logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
-        assert self.config.vocab_size is not None, "check() requires it"
         logits = TargetVocabularyLogitsProcessor(self.config.vocab_size)(None, logits)
         likeliest = logits.topk(self.config.selector_top_k, dim=-1)
         return torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
@@ -226,14 +223,6 @@ class DFlash2Drafter(ConditionalDrafter):
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> SelectorSlots:
         """See `ConditionalDrafter.slots`."""
         return SelectorSlots(self.candidate_selector, states[:, self.config.first_slot :], logits)
-
-    def card_summary(self) -> str:
-        return (
-            "A DFlash 2 drafter: it fills a block of masked slots in one forward, from the hidden states of the "
-            "target, and rescores each slot's likeliest tokens given the token drafted before it. hf_specdec drafts "
-            'with it either the likeliest tree (`method="dflash2"`, the default) or one chain '
-            '(`method="dflash2_chain"`).'
-        )
 
     def card_facts(self) -> dict[str, str]:
         config, facts = self.config, super().card_facts()

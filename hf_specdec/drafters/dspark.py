@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
@@ -31,11 +32,10 @@ from hf_specdec.drafters.dflash import (
     DFlashConfig,
     DFlashDrafter,
     DFlashMarginals,
+    DFlashOptions,
     block_field,
-    check_block_option,
 )
 from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
-from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import head_of_rows, known_ids
 from hf_specdec.hub.formats.dspark import DSPARK
@@ -47,6 +47,7 @@ TREE, CHAIN = "dspark", "dspark_chain"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
+@strict
 class DSparkConfig(DFlashConfig):
     """A `DFlashConfig` whose `dflash_config` has DSpark's own fields.
 
@@ -55,11 +56,12 @@ class DSparkConfig(DFlashConfig):
     is "dspark". `sample_from_anchor` is true by default.
     """
 
-    architecture: ClassVar[str] = "DSparkDraftModel"
+    architecture: ClassVar[str | None] = "DSparkDraftModel"
 
-    def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        block = {"projector_type": "dspark", "sample_from_anchor": True} | (dflash_config or {})
-        super().__init__(dflash_config=block, **kwargs)
+    def __post_init__(self, **kwargs: Any) -> None:
+        block = {"projector_type": "dspark", "sample_from_anchor": True}
+        self.dflash_config = block | (self.dflash_config or {})
+        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         super().check()
@@ -88,7 +90,7 @@ class DSparkConfig(DFlashConfig):
 
 
 @dataclass(slots=True, kw_only=True)
-class DSparkOptions(TreeOptions):
+class DSparkOptions(DFlashOptions):
     """Drafting options of a DSpark drafter.
 
     Attributes:
@@ -99,17 +101,9 @@ class DSparkOptions(TreeOptions):
         block_size: slots of a block, root included; at most the trained number, which None selects.
     """
 
-    METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
+    METHODS = (TREE, CHAIN)
 
     method: str = TREE
-    tree_budget: int | Literal["auto"] = "auto"
-    block_size: int | None = None
-
-    def validate(self, config: Any = None) -> None:
-        """As for every drafter; `config` is a `DFlashConfig`."""
-        TreeOptions.validate(self, config)
-        self.check_choices(method=self.METHODS)
-        check_block_option(self.block_size, config.block_size)
 
 
 class MarkovHead(nn.Module):
@@ -190,15 +184,10 @@ class ConditionalDrafter(DFlashDrafter):
     """A DFlash drafter whose slots are conditioned on the previous token."""
 
     options_class: ClassVar[type[DSparkOptions]] = DSparkOptions
-    options: DSparkOptions  # type: ignore[assignment]  # not DFlashOptions
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return self.options_class.METHODS
+    options: DSparkOptions
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        tree, _ = self.options_class.METHODS
-        if self.method == tree:
+        if self.method == self.methods[0]:
             return TreeGenerator(self, target, self.options.node_limit)
         return ChainGenerator(self, target)
 
@@ -221,6 +210,11 @@ class DSparkDrafter(ConditionalDrafter):
 
     config_class = DSparkConfig
     config: DSparkConfig
+    card_summary = (
+        "A DSpark drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
+        "and conditions each slot on the token drafted before it. hf_specdec drafts with it either the likeliest "
+        'tree (`method="dspark"`, the default) or one chain (`method="dspark_chain"`).'
+    )
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -228,7 +222,6 @@ class DSparkDrafter(ConditionalDrafter):
         self.markov_head: MarkovHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         if rank:
-            assert config.vocab_size is not None, "check() requires it"
             self.markov_head = MarkovHead(
                 config.markov_head_type,
                 rank,
@@ -263,13 +256,6 @@ class DSparkDrafter(ConditionalDrafter):
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
         return MarkovSlots(self, states, logits, root_ids)
 
-    def card_summary(self) -> str:
-        return (
-            "A DSpark drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and conditions each slot on the token drafted before it. hf_specdec drafts with it either the likeliest "
-            'tree (`method="dspark"`, the default) or one chain (`method="dspark_chain"`).'
-        )
-
     def card_facts(self) -> dict[str, str]:
         config, facts = self.config, super().card_facts()
         facts["Method"] = f"{self.loaded_options().method}, on a DSpark drafter"
@@ -279,7 +265,7 @@ class DSparkDrafter(ConditionalDrafter):
         return facts
 
 
-class MarkovSlots:
+class MarkovSlots(Slots):
     """A DSpark drafter's slots, see `Slots`; `state` is the Markov head's."""
 
     def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
@@ -287,7 +273,6 @@ class MarkovSlots:
         first = drafter.config.first_slot
         self.states = states[:, first:]
         self.depth = self.states.shape[1]
-        self.state: Tensor | None = None
         if (head := drafter.markov_head) is not None:
             embedded = head.embed(root_ids.unsqueeze(1))
             self.state = head.start(embedded)
@@ -326,7 +311,6 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         self.drafts_early = False  # a tree is not of one shape, and a chain may be sampled
         self.target_ids = drafter.target_ids
         self.columns = 0  # of the target's logits
-        self.path_logprobs: Tensor | None = None  # [batch, nodes] of the latest tree
 
     @abstractmethod
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
@@ -340,7 +324,6 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
         tree = self.tree(context, slots)
-        self.path_logprobs = tree.path_logprobs
         context.lap("tree")
         return tree
 
@@ -353,9 +336,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         super().observe(committed)
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        if self.path_logprobs is None:
-            return None
-        return path_notes(tree, self.path_logprobs, tree.depths.clamp(max=1))  # one forward for all depths
+        return path_notes(tree, tree.depths.clamp(max=1))  # one forward for all depths
 
 
 class TreeGenerator(DSparkGenerator):

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
@@ -35,9 +35,8 @@ from hf_specdec.hub.formats.safeailab import SAFEAILAB_EAGLE
 
 __all__ = ["EagleConfig", "EagleDrafter", "EagleGenerator", "EagleOptions"]
 
-ARCHITECTURE = "EagleDrafter"
 
-
+@strict
 class EagleConfig(TargetFields, LlamaConfig):
     """The config of a Llama decoder (usually with one layer) and what EAGLE-1 and 2 add.
 
@@ -51,22 +50,12 @@ class EagleConfig(TargetFields, LlamaConfig):
 
     model_type = "hf_specdec_eagle"
 
-    def __init__(
-        self,
-        bias: bool = True,
-        output_bias: bool = True,
-        norm_before_attention: bool = False,
-        own_embeddings: bool = False,
-        draft_token_ids: list[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**{"num_hidden_layers": 1} | kwargs)
-        self.bias = bias
-        self.output_bias = output_bias
-        self.norm_before_attention = norm_before_attention
-        self.own_embeddings = own_embeddings
-        self.draft_token_ids = draft_token_ids
-        self.architectures = [ARCHITECTURE]
+    num_hidden_layers: int = 1
+    bias: bool = True
+    output_bias: bool = True
+    norm_before_attention: bool = False
+    own_embeddings: bool = False
+    draft_token_ids: list[int] | None = None
 
     @property
     def maps_vocabulary(self) -> bool:
@@ -129,6 +118,10 @@ class EagleDrafter(PairDrafter):
     options_class = EagleOptions
     options: EagleOptions
     _no_split_modules: ClassVar = ["EagleLayer"]
+    card_summary = (
+        "An EAGLE-1 or EAGLE-2 drafter: it drafts token by token from the target's last state and then from its "
+        "own, with the target's head. hf_specdec grows the draft tree where its confidence is highest."
+    )
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -143,27 +136,11 @@ class EagleDrafter(PairDrafter):
         self._draft_ids: Tensor | None = None  # the config's list as a tensor, once it was needed
         self.post_init()
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        states: Tensor,
-        position_ids: Tensor,
-        *,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TreeCache | None = None,
-    ) -> Tensor:
-        """One forward over pairs of a token and the state before it; arguments as for `Eagle3Drafter.forward`.
-
-        Returns:
-            [batch, seq, hidden], the predicted states; the target's head gives the logits for the token after each
-            pair's token.
-        """
+    def run_layers(self, embeddings: Tensor, states: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, seq, hidden], the predicted states; the target's head gives logits for the token after each pair."""
         hidden = self.fc(torch.cat([embeddings, states], dim=-1))
-        cos, sin = self.rotary_emb(hidden, position_ids)
-        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, mask, is_causal, cache, index)
+            hidden = layer(hidden, *attention_inputs, index)
         return hidden
 
     def head(self, target_head: nn.Module) -> nn.Module:
@@ -204,12 +181,6 @@ class EagleDrafter(PairDrafter):
                 f"draft_token_ids of drafter {name_of(self)!r} has ids from {min(ids)} to {max(ids)}, but target "
                 f"{name_of(model)!r} has {rows} embeddings: choose the vocabulary again, with the target's tokenizer."
             )
-
-    def card_summary(self) -> str:
-        return (
-            "An EAGLE-1 or EAGLE-2 drafter: it drafts token by token from the target's last state and then from its "
-            "own, with the target's head. hf_specdec grows the draft tree where its confidence is highest."
-        )
 
     def card_facts(self) -> dict[str, str]:
         config = self.config

@@ -19,13 +19,15 @@ reranking), unchanged in EAGLE-3.
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -50,7 +52,7 @@ from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import Serving, name_of, register
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.vocabulary import check_draft_to_target, draftable_rows, head_of_rows, known_ids, set_map
+from hf_specdec.drafters.vocabulary import draftable_rows, head_of_rows, known_ids, set_map
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specforge import SPECFORGE
@@ -58,13 +60,13 @@ from hf_specdec.hub.formats.speculators import SPECULATORS
 
 __all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3Generator", "Eagle3Options"]
 
-ARCHITECTURE = "Eagle3Drafter"
 # Upper bounds of the drafting options: far above useful values, they only catch typing errors.
 MAX_DEPTH = 64
 MAX_TOP_K = 128
 
 
-class Eagle3Config(FeatureFields, LlamaConfig):
+@strict
+class Eagle3Config(FeatureFields):
     """The config of a Llama decoder (usually with one layer) and what EAGLE-3 adds.
 
     `vocab_size` is the target's. The input of the first layer is the concatenation of embedding and state, so its q, k
@@ -82,26 +84,14 @@ class Eagle3Config(FeatureFields, LlamaConfig):
 
     model_type = "hf_specdec_eagle3"
 
-    def __init__(
-        self,
-        qk_norm: bool = False,
-        norm_before_residual: bool = False,
-        norm_before_fc: bool = False,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        norm_before_head: bool = True,
-        own_embeddings: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**{"num_hidden_layers": 1} | kwargs)
-        self.qk_norm = qk_norm
-        self.norm_before_residual = norm_before_residual
-        self.norm_before_fc = norm_before_fc
-        self.fc_norm = fc_norm
-        self.norm_output = norm_output
-        self.norm_before_head = norm_before_head
-        self.own_embeddings = own_embeddings
-        self.architectures = [ARCHITECTURE]
+    num_hidden_layers: int = 1
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_head: bool = True
+    own_embeddings: bool = False
 
     def check(self) -> None:
         super().check()
@@ -122,7 +112,6 @@ class Eagle3Options(TreeOptions):
     method = "eagle3"
     depth: int = 8
     top_k: int = 10
-    tree_budget: int | Literal["auto"] = "auto"
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
@@ -169,6 +158,37 @@ class PairDrafter(PretrainedDrafter):
         """[..., hidden] -> [..., hidden], the state that goes into the next draft step: the output itself."""
         return outputs
 
+    def forward(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        position_ids: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        cache: TreeCache | None = None,
+    ) -> Tensor:
+        """One forward over pairs of a token and the state before it.
+
+        Args:
+            embeddings: [batch, seq, hidden], of the tokens.
+            states: [batch, seq, hidden], of the position before each token: `fuse` of the target's features, or
+                `recurrent` of an earlier output.
+            position_ids: [batch, seq] int64, of the states.
+            mask: [batch, 1, seq, cached + seq], additive or bool, or None.
+            is_causal: causal attention without a mask; only for an empty cache or none.
+            cache: holds keys and values of earlier pairs; those of these pairs are appended.
+
+        Returns:
+            [batch, seq, hidden], before the final norm; their `logits` are for the token after each pair's token.
+        """
+        cos, sin = self.rotary_emb(states, position_ids)
+        return self.run_layers(embeddings, states, (cos.unsqueeze(2), sin.unsqueeze(2)), mask, is_causal, cache)
+
+    @abstractmethod
+    def run_layers(self, embeddings: Tensor, states: Tensor, *attention_inputs: Any) -> Tensor:
+        """The layers; each gets the inputs of `CachedAttention.forward`, and its number as the last one."""
+
 
 class Eagle3Network(PairDrafter):
     """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
@@ -210,36 +230,11 @@ class Eagle3Network(PairDrafter):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        states: Tensor,
-        position_ids: Tensor,
-        *,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TreeCache | None = None,
-    ) -> Tensor:
-        """One forward over pairs of a token and the state before it.
-
-        Args:
-            embeddings: [batch, seq, hidden], of the tokens.
-            states: [batch, seq, hidden], of the position before each token: `fuse` of the target's features, or
-                `recurrent` of an earlier output.
-            position_ids: [batch, seq] int64, of the states.
-            mask: [batch, 1, seq, cached + seq], additive or bool, or None.
-            is_causal: causal attention without a mask; only for an empty cache or none.
-            cache: holds keys and values of earlier pairs; those of these pairs are appended.
-
-        Returns:
-            [batch, seq, hidden], before the final norm; their `logits` are for the token after each pair's token.
-        """
-        cos, sin = self.rotary_emb(embeddings, position_ids)
-        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
+    def run_layers(self, embeddings: Tensor, states: Tensor, *attention_inputs: Any) -> Tensor:
         first, *further = self.layers
-        states = first(embeddings, states, rotary, mask, is_causal, cache, 0)
+        states = first(embeddings, states, *attention_inputs, 0)
         for index, layer in enumerate(further, start=1):
-            states = layer(states, rotary, mask, is_causal, cache, index)
+            states = layer(states, *attention_inputs, index)
         return states
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -291,10 +286,8 @@ class Eagle3Network(PairDrafter):
             vocab_size=config.vocab_size,
             layers=self.feature_layers(model),
             first_layer=-1,
+            d2t=self.d2t if config.maps_vocabulary else None,
         )
-        if config.maps_vocabulary:
-            shared = min(config.vocab_size, model.get_input_embeddings().num_embeddings)
-            check_draft_to_target(self.d2t, shared, name_of(self))
 
 
 class Eagle3Drafter(Eagle3Network):
@@ -309,15 +302,13 @@ class Eagle3Drafter(Eagle3Network):
     config_class = Eagle3Config
     options_class = Eagle3Options
     options: Eagle3Options
+    card_summary = (
+        "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
+        "own, with its own head. hf_specdec grows the draft tree where its confidence is highest."
+    )
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return Eagle3Generator(self, target)
-
-    def card_summary(self) -> str:
-        return (
-            "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
-            "own, with its own head. hf_specdec grows the draft tree where its confidence is highest."
-        )
 
 
 class PairReader(CommittedReader):
@@ -384,7 +375,6 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         options = drafter.options
         self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
         super().__init__(drafter, target, depth=self.depth, room=(self.depth - 1) * self.top_k)
-        self.path_logprobs: Any  # [batch, nodes], of the latest tree
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
@@ -398,7 +388,6 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         context.lap("draft")
         build = functools.partial(best_tree, depth=self.depth, budget=self.tree_budget)
         tree = captured_tree(self.calls, self.tree_budget, self.depth, build, root_ids, *levels)
-        self.path_logprobs = tree.path_logprobs
         context.lap("tree")
         return tree
 
@@ -446,8 +435,8 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
             return logits
         return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)
 
-    def describe(self, tree: DraftTree) -> NodeNotes:
-        return path_notes(tree, self.path_logprobs, tree.depths)  # one forward per level
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        return path_notes(tree)
 
 
 def _levels(

@@ -23,18 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.attention import attend
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
@@ -50,12 +50,11 @@ from hf_specdec.hub.formats.gemma4_assistant import GEMMA4_ASSISTANT, OWN_KEYS
 
 __all__ = ["Gemma4AssistantConfig", "Gemma4AssistantDrafter", "Gemma4AssistantGenerator", "Gemma4AssistantOptions"]
 
-ARCHITECTURE = "Gemma4AssistantDrafter"
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE_TYPES = ("default", "proportional")
 
 
-class Gemma4AssistantConfig(TargetFields, PreTrainedConfig):
+class Gemma4AssistantConfig(TargetFields):
     """Layers of Gemma 4 without keys and values of their own.
 
     Args:
@@ -85,57 +84,36 @@ class Gemma4AssistantConfig(TargetFields, PreTrainedConfig):
     model_type = "hf_specdec_gemma4_assistant"
     mlp_bias = False  # which the MLP's class asks for
 
-    def __init__(
-        self,
-        vocab_size: int = 262144,
-        hidden_size: int = 256,
-        intermediate_size: int = 2048,
-        num_hidden_layers: int = 4,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int = 1,
-        num_global_key_value_heads: int | None = None,
-        head_dim: int = 256,
-        global_head_dim: int | None = None,
-        layer_types: list[str] | None = None,
-        sliding_window: int = 512,
-        rope_parameters: dict[str, Any] | None = None,
-        hidden_act: str = "gelu_pytorch_tanh",
-        rms_norm_eps: float = 1e-6,
-        attention_bias: bool = False,
-        final_logit_softcapping: float | None = None,
-        initializer_range: float = 0.02,
-        backbone_hidden_size: int = 1536,
-        num_centroids: int | None = None,
-        centroid_intermediate_top_k: int = 32,
-        target_model_type: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.num_global_key_value_heads = num_global_key_value_heads
-        self.head_dim = head_dim
-        self.global_head_dim = global_head_dim
-        self.layer_types = [FULL] * num_hidden_layers if layer_types is None else layer_types
-        self.sliding_window = sliding_window
-        self.rope_parameters = rope_parameters or {
+    vocab_size: int = 262144
+    hidden_size: int = 256
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 1
+    num_global_key_value_heads: int | None = None
+    head_dim: int = 256
+    global_head_dim: int | None = None
+    layer_types: Any = None
+    sliding_window: int = 512
+    rope_parameters: Any = None
+    hidden_act: str = "gelu_pytorch_tanh"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    final_logit_softcapping: float | None = None
+    initializer_range: float = 0.02
+    backbone_hidden_size: int = 1536
+    num_centroids: int | None = None
+    centroid_intermediate_top_k: int = 32
+    target_model_type: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        rope, self.rope_parameters = self.rope_parameters, None  # transformers would complete it
+        super().__post_init__(**kwargs)
+        self.layer_types = self.layer_types or [FULL] * self.num_hidden_layers
+        self.rope_parameters = rope or {
             SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
             FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
         }
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.attention_bias = attention_bias
-        self.final_logit_softcapping = final_logit_softcapping
-        self.initializer_range = initializer_range
-        self.backbone_hidden_size = backbone_hidden_size
-        self.num_centroids = num_centroids
-        self.centroid_intermediate_top_k = centroid_intermediate_top_k
-        self.target_model_type = target_model_type
-        self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no drafter can be built from this config."""
@@ -197,7 +175,6 @@ class Gemma4AssistantOptions(Eagle3Options):
     method = "gemma4_assistant"
     depth: int = 4
     top_k: int = 4
-    tree_budget: int | Literal["auto"] = "auto"
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -309,6 +286,10 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
     options_class = Gemma4AssistantOptions
     options: Gemma4AssistantOptions
     _no_split_modules: ClassVar = ["QueryLayer"]
+    card_summary = (
+        "A Gemma 4 assistant: a few layers that attend to the target's own keys and values and draft token by "
+        "token. hf_specdec grows a draft tree with it, wherever it is most confident."
+    )
 
     def __init__(self, config: Gemma4AssistantConfig) -> None:
         config.check()
@@ -362,16 +343,13 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32; -inf for tokens that are not scored."""
+        cap = SoftCapLogitsProcessor(self.config.final_logit_softcapping)
         if self.clusters is None:
-            return self._capped(apply_head(self.lm_head, outputs))
+            return cap(None, apply_head(self.lm_head, outputs))
         scored = self.clusters(outputs)
         logits = (self.lm_head.weight[scored] @ outputs.unsqueeze(-1)).squeeze(-1).float()
         everything = logits.new_full((*outputs.shape[:-1], self.config.vocab_size), -torch.inf)
-        return everything.scatter_(-1, scored, self._capped(logits))
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return everything.scatter_(-1, scored, cap(None, logits))
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # behind the final norm
@@ -427,12 +405,6 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
             "Vocabulary": f"{config.vocab_size}{scored}",
         }
 
-    def card_summary(self) -> str:
-        return (
-            "A Gemma 4 assistant: a few layers that attend to the target's own keys and values and draft token by "
-            "token. hf_specdec grows a draft tree with it, wherever it is most confident."
-        )
-
 
 class Gemma4AssistantGenerator(TreeCandidateGenerator):
     """Draft trees of a Gemma 4 assistant.
@@ -453,7 +425,6 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
         self.layers = storing_layers(target.model)
         self.vocabulary: TargetVocabularyLogitsProcessor
         self.states: Any = None  # [batch, target_hidden], of each row's last committed token
-        self.path_logprobs: Tensor | None = None  # [batch, nodes], of the latest tree
 
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
@@ -481,13 +452,11 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
         levels = grow_levels(self._logits(outputs).squeeze(1), extend, self.depth, width, lambda ids: ids)
         context.lap("draft")
         tree = best_tree(context.root_ids.to(device), *levels, depth=self.depth, budget=self.tree_budget)
-        self.path_logprobs = tree.path_logprobs
         context.lap("tree")
         return tree
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        assert self.path_logprobs is not None, "called after a draft"
-        return path_notes(tree, self.path_logprobs, tree.depths)  # a forward per level
+        return path_notes(tree)
 
     def _entries(self, kind: str) -> CommittedEntries:
         """What the drafter's layers of this type attend to."""

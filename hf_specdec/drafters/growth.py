@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -197,7 +199,7 @@ def num_prefixes(vocab: int, depth: int, budget: int) -> int:
     return total
 
 
-class Slots(Protocol):
+class Slots(ABC):
     """The slots of one round's block, for use in order.
 
     Attributes:
@@ -208,8 +210,9 @@ class Slots(Protocol):
 
     depth: int
     logits: Tensor
-    state: Tensor | None
+    state: Tensor | None = None
 
+    @abstractmethod
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The distributions of a slot after given tokens.
 
@@ -221,11 +224,10 @@ class Slots(Protocol):
         Returns:
             [batch, nodes, draft_vocab] float32 logits, and the recurrent states after the slot.
         """
-        ...
 
     def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
         """[batch] float32, log-probability that a slot is accepted after `token_ids` [batch]; None without a head."""
-        ...
+        return None
 
 
 def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget: int) -> DraftTree:
@@ -394,6 +396,46 @@ def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tupl
     return paths
 
 
+class StaticTree:
+    """`static_tree` as tensors: what is the same in all rounds.
+
+    Args:
+        accuracies: see `static_tree`.
+        budget: see `static_tree`.
+        device: of the tensors.
+
+    Attributes:
+        depth: of the deepest node.
+        num_ranks: candidates of a node that are used, at most.
+        ranks: [drafted] int64, which candidate of its parent each node is.
+        levels: [drafted] int64, depth of each node's parent.
+        parents: [nodes] int64, -1 at the root.
+        path_logprobs: [nodes] float32, by the accuracies.
+    """
+
+    def __init__(self, accuracies: Sequence[Sequence[float]], budget: int, device: torch.device) -> None:
+        paths = static_tree(accuracies, budget)
+        nodes = {path: node for node, path in enumerate([(), *paths])}
+        chances = [math.prod(accuracies[level][rank] for level, rank in enumerate(path)) for path in nodes]
+        self.depth, self.num_ranks = max(map(len, paths)), 1 + max(path[-1] for path in paths)
+        self.ranks = from_host([path[-1] for path in paths], device)
+        self.levels = from_host([len(path) - 1 for path in paths], device)
+        self.parents = from_host([-1, *(nodes[path[:-1]] for path in paths)], device)
+        self.path_logprobs = from_host(np.array(chances, np.float32), device).log()
+
+    def filled(self, token_ids: Tensor, *, valid: Tensor | None = None, finite: Tensor | None = None) -> DraftTree:
+        """The tree with these tokens, [batch, nodes] int64."""
+        batch = len(token_ids)
+        return DraftTree.from_parents(
+            token_ids,
+            self.parents.expand(batch, -1),
+            self.depth,
+            valid=valid,
+            finite=finite,
+            path_logprobs=self.path_logprobs.expand(batch, -1),
+        )
+
+
 _TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
 
 
@@ -433,14 +475,14 @@ def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
     return NodeNotes(logits.softmax(-1)[rows, indices, token_ids], tree.depths.clamp(max=1))
 
 
-def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> NodeNotes:
-    """The draft probabilities of a tree's nodes from path scores.
+def path_notes(tree: DraftTree, forwards: Tensor | None = None) -> NodeNotes | None:
+    """The draft probabilities of a tree's nodes from its path scores; None if it has none, as without drafts.
 
     Args:
-        tree: may have fewer nodes than the other arguments, if it was cut after drafting.
-        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
-        forwards: [batch, nodes] int64, see `NodeNotes`.
+        tree: the latest one, or a part of it.
+        forwards: [batch, nodes] int64, see `NodeNotes`; None for one forward per level.
     """
-    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
-    above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
-    return NodeNotes((path_logprobs - above).exp(), forwards)
+    if tree.path_logprobs is None:
+        return None
+    above = tree.path_logprobs.gather(1, tree.parents.to(tree.path_logprobs.device).clamp(min=0))
+    return NodeNotes((tree.path_logprobs - above).exp(), tree.depths if forwards is None else forwards)

@@ -13,8 +13,8 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -275,6 +275,23 @@ def continuation_tree(
     )
 
 
+@dataclass
+class RowText:
+    """The text of one row.
+
+    Attributes:
+        padding: columns before it.
+        text: its tokens up to the latest draft.
+        latest: tokens since then.
+        prompt: how many of `text` are the prompt; None before the first draft.
+    """
+
+    padding: int
+    text: SuffixIndex
+    latest: list[int] = field(default_factory=list)
+    prompt: int | None = None
+
+
 class LookupGenerator(TreeCandidateGenerator):
     """Drafts from the text of each row, and from the outputs in `memory` if there is one, which it adds to."""
 
@@ -283,62 +300,47 @@ class LookupGenerator(TreeCandidateGenerator):
 
     def __init__(self, options: NGramOptions, memory: SuffixIndex | None) -> None:
         self.options, self.memory = options, memory
-        self.padding: list[int] = []  # columns before each row's text
-        self.texts: list[SuffixIndex] = []
-        self.latest: list[list[int]] = []  # tokens of each row since the last draft
-        self.prompts: list[int] | None = None  # prompt length of each row; None before the first draft
+        self.rows: list[RowText] = []
 
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
-            steps = committed.token_ids.shape[1]
-            self.padding = [max(0, steps - count) for count in committed.num_committed]
-            self.texts = [SuffixIndex(self.options.longest_suffix) for _ in self.padding]
-            self.latest = [[] for _ in self.padding]
+            steps, longest = committed.token_ids.shape[1], self.options.longest_suffix
+            self.rows = [RowText(max(0, steps - count), SuffixIndex(longest)) for count in committed.num_committed]
             return
-        for row, tokens in enumerate(committed.tokens):
-            self.latest[row] += tokens
+        for row, tokens in zip(self.rows, committed.tokens, strict=True):
+            row.latest += tokens
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self._remember(set(range(len(self.texts))) - set(rows))
-        self.padding = [self.padding[row] for row in rows]
-        self.texts = [self.texts[row] for row in rows]
-        self.latest = [self.latest[row] for row in rows]
-        if self.prompts is not None:
-            self.prompts = [self.prompts[row] for row in rows]
+        self._remember(row for number, row in enumerate(self.rows) if number not in rows)
+        self.rows = [self.rows[number] for number in rows]
 
     def close(self) -> None:
-        self._remember(range(len(self.texts)))
-        self.texts = []
+        self._remember(self.rows)
+        self.rows = []
 
-    def _remember(self, rows: Iterable[int]) -> None:
+    def _remember(self, rows: Iterable[RowText]) -> None:
         """Adds the outputs of these rows to the memory, possibly with a token after the end."""
-        if self.memory is not None and self.prompts is not None:
-            for row in rows:
-                self.memory.add(self.texts[row].continuation(self.prompts[row]) + self.latest[row])
+        for row in rows:
+            if self.memory is not None and row.prompt is not None:
+                self.memory.add(row.text.continuation(row.prompt) + row.latest)
 
     def searched(self, text: SuffixIndex) -> list[SuffixIndex]:
         """The indices in which matches of a row's last tokens are searched; `text` is the row's own."""
         return [text] if self.memory is None else [text, self.memory]
 
     def draft(self, context: DraftContext) -> DraftTree:
-        # A prompt that was passed as embeddings has no columns here, and no padding.
-        self.padding = [
-            min(position, length - 1) for position, length in zip(self.padding, context.lengths, strict=True)
-        ]
-        if self.prompts is None:  # all tokens except the first root
-            self.prompts = [
-                length - 1 - position for length, position in zip(context.lengths, self.padding, strict=True)
-            ]
         options, limit = self.options, context.node_limit
         budget = options.node_limit if limit is None else min(options.node_limit, limit)
         trees = []
-        for row, (text, tokens) in enumerate(zip(self.texts, context.texts, strict=True)):
-            self.latest[row] = []
-            text.extend(tokens[self.padding[row] + len(text) :])
-            end: list[int] = text.last(options.longest_suffix)
-            matches: list[Match] = []
-            if context.active[row] and budget:
-                matches = find(self.searched(text), end, options.shortest_suffix)
+        for row, tokens, active in zip(self.rows, context.texts, context.active, strict=True):
+            if row.prompt is None:  # all tokens except the first root
+                # A prompt that was passed as embeddings has no columns here, and no padding.
+                row.padding = min(row.padding, len(tokens) - 1)
+                row.prompt = len(tokens) - 1 - row.padding
+            row.latest = []
+            row.text.extend(tokens[row.padding + len(row.text) :])
+            end = row.text.last(options.longest_suffix)
+            matches = find(self.searched(row.text), end, options.shortest_suffix) if active and budget else []
             trees.append(continuation_tree(end[-1], matches, budget, options.depth))
         token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
         return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs)
@@ -346,8 +348,8 @@ class LookupGenerator(TreeCandidateGenerator):
     def draft_text(self, context: DraftContext, certain: Sequence[int]) -> DraftTree:
         """The tree for a text of which only the first tokens are committed, `certain` of each row; it is not kept."""
         tree = self.draft(context)
-        for text, known, padding in zip(self.texts, certain, self.padding, strict=True):
-            text.truncate(known - padding)
+        for row, known in zip(self.rows, certain, strict=True):
+            row.text.truncate(known - row.padding)
         return tree
 
 
@@ -370,7 +372,6 @@ class NGramOptions(TreeOptions):
     method = "ngram"
     longest_suffix: int = 4
     shortest_suffix: int = 1
-    tree_budget: int | Literal["auto"] = "auto"
     depth: int = 10
 
     def validate(self, config: Any = None) -> None:

@@ -9,14 +9,13 @@ and 2.3.3 (optimised tree construction); FasterDecoding/Medusa.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext
@@ -29,7 +28,7 @@ from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.context import last_features
-from hf_specdec.drafters.growth import static_tree
+from hf_specdec.drafters.growth import StaticTree
 from hf_specdec.drafters.options import TreeOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register
@@ -38,12 +37,11 @@ from hf_specdec.hub.formats.medusa import MEDUSA
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaMarginals", "MedusaOptions"]
 
-ARCHITECTURE = "MedusaDrafter"
 STATIC_TREE = "static_tree"
 MAX_LAYERS = 256  # of all heads together
 
 
-class MedusaConfig(TargetFields, PreTrainedConfig):
+class MedusaConfig(TargetFields):
     """Shape of Medusa-1 heads.
 
     Args:
@@ -56,22 +54,11 @@ class MedusaConfig(TargetFields, PreTrainedConfig):
 
     model_type = "hf_specdec_medusa"
 
-    def __init__(
-        self,
-        vocab_size: int | None = 32000,
-        hidden_size: int = 4096,
-        medusa_num_heads: int = 5,
-        medusa_num_layers: int = 1,
-        own_head: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.medusa_num_heads = medusa_num_heads
-        self.medusa_num_layers = medusa_num_layers
-        self.own_head = own_head
-        self.architectures = [ARCHITECTURE]
+    vocab_size: int | None = 32000
+    hidden_size: int = 4096
+    medusa_num_heads: int = 5
+    medusa_num_layers: int = 1
+    own_head: bool = True
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no heads can be built from this config."""
@@ -99,7 +86,6 @@ class MedusaOptions(TreeOptions):
     """
 
     method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = "auto"
     rank_accuracies: list[list[float]] | None = None
 
     def validate(self, config: Any = None) -> None:
@@ -158,6 +144,10 @@ class MedusaDrafter(PretrainedDrafter):
     options_class = MedusaOptions
     options: MedusaOptions
     _no_split_modules: ClassVar = ["MedusaHead"]
+    card_summary = (
+        "Medusa heads: each predicts one of the next tokens from the target's last hidden state. "
+        "hf_specdec drafts with them the tree of the likeliest combinations."
+    )
 
     def __init__(self, config: MedusaConfig) -> None:
         config.check()
@@ -197,16 +187,9 @@ class MedusaDrafter(PretrainedDrafter):
             heads = range(self.config.medusa_num_heads)
             ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
             assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
-            accuracies = self.options.rank_accuracies or assumed
-            paths = static_tree(accuracies, self.options.node_limit)
-            return StaticTreeGenerator(MedusaMarginals(self, target), paths, accuracies)
+            shape = StaticTree(self.options.rank_accuracies or assumed, self.options.node_limit, self.device)
+            return StaticTreeGenerator(MedusaMarginals(self, target), shape)
         return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self.options)
-
-    def card_summary(self) -> str:
-        return (
-            "Medusa heads: each predicts one of the next tokens from the target's last hidden state. "
-            "hf_specdec drafts with them the tree of the likeliest combinations."
-        )
 
     def card_facts(self) -> dict[str, str]:
         config = self.config
@@ -281,35 +264,19 @@ class StaticTreeGenerator(MarginalsGenerator):
 
     Args:
         source: computes the predictions of each round.
-        paths: ranks from the root to each node, a parent before its children, as from `static_tree`.
-        accuracies: [heads][ranks] from which the paths were chosen.
+        shape: whose accuracies are of heads and their predictions.
     """
 
-    def __init__(
-        self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
-    ) -> None:
+    def __init__(self, source: MedusaMarginals, shape: StaticTree) -> None:
         super().__init__(source)
-        chances = [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in paths]
-        device = source.drafter.device
-        self.path_logprobs = torch.tensor([1.0, *chances], device=device).log()
-        nodes = {path: node for node, path in enumerate([(), *paths])}
-        self.parents = torch.tensor([-1, *(nodes[path[:-1]] for path in paths)], device=device)
-        self.levels = torch.tensor([len(path) - 1 for path in paths], device=device)
-        self.ranks = torch.tensor([path[-1] for path in paths], device=device)
-        self.num_ranks = max(path[-1] for path in paths) + 1
-        self.depth = max(map(len, paths))
+        self.shape = shape
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
-        batch = len(logits)
-        best, token_ids = logits.topk(self.num_ranks, dim=-1)
-        finite = best[..., 0].isfinite().all(-1)
-        drafted = token_ids[:, self.levels, self.ranks]
-        return DraftTree.from_parents(
+        best, token_ids = logits.topk(self.shape.num_ranks, dim=-1)
+        drafted = token_ids[:, self.shape.levels, self.shape.ranks]
+        return self.shape.filled(
             torch.cat([context.root_ids.to(logits.device).unsqueeze(1), drafted], dim=1),
-            self.parents.expand(batch, -1),
-            self.depth,
-            finite=finite,
-            path_logprobs=self.path_logprobs.expand(batch, -1),
+            finite=best[..., 0].isfinite().all(-1),
         )
 
 

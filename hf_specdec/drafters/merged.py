@@ -11,22 +11,21 @@ import bisect
 import math
 import statistics
 import time
-import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.base import Drafter, WrappingDrafter, check_is_drafter
+from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
 
@@ -198,7 +197,7 @@ class MergedGenerator(TreeCandidateGenerator):
     def __init__(self, drafter: MergedDrafter, target: TargetModel) -> None:
         self.names = drafter.names
         self.budget = drafter.options.node_limit
-        self.knowledge = drafter.knowledge(target.model)
+        self.knowledge = drafter.known_of(target.model).setdefault("sources", Knowledge(len(drafter.sources)))
         self.features: list[slice | None] = []  # the part of the target's features that each source reads
         layers = [len(source.feature_layers(target.model)) for source in drafter.sources]
         width, start = getattr(target.model.config.get_text_config(decoder=True), "hidden_size", 0), 0
@@ -339,9 +338,8 @@ class MergedGenerator(TreeCandidateGenerator):
             source.close()
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        if tree.path_logprobs is None:  # of a round without a draft
+        if (notes := path_notes(tree)) is None:  # of a round without a draft
             return None
-        above: Tensor = tree.path_logprobs.gather(1, tree.parents.clamp(min=0))
         rows = []
         for union in self.unions:
             proposed = [
@@ -349,7 +347,7 @@ class MergedGenerator(TreeCandidateGenerator):
                 for node in union.selected
             ]
             rows.append((proposed + [""] * tree.num_nodes)[: tree.num_nodes])
-        return NodeNotes((tree.path_logprobs - above).exp(), sources=rows)
+        return NodeNotes(notes.probs, sources=rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,7 +359,6 @@ class MergedOptions(TreeOptions):
     """
 
     method = "merged"
-    tree_budget: int | Literal["auto"] = "auto"
 
 
 class Knowledge:
@@ -383,7 +380,7 @@ class Knowledge:
         return seconds / tokens, seconds / len(self._rounds)
 
 
-class MergedDrafter(Drafter):
+class MergedDrafter(WrappingDrafter):
     """Drafts one tree from the proposals of several drafters: the paths that the target will most likely follow.
 
     Look-ups and trained drafters are right on different texts. How often each is right is counted while they draft, so
@@ -408,7 +405,6 @@ class MergedDrafter(Drafter):
 
     options_class = MergedOptions
     options: MergedOptions
-    mergeable = False
 
     def __init__(self, *sources: Drafter, **drafting_options: Any) -> None:
         for source in sources:
@@ -430,50 +426,17 @@ class MergedDrafter(Drafter):
     def names(self) -> tuple[str, ...]:
         """Of the sources: their methods, numbered if several are equal."""
         methods = [source.method for source in self.sources]
-        seen: Counter[str] = Counter()
-        names = []
-        for method in methods:
-            seen[method] += 1
-            names.append(f"{method} {seen[method]}" if methods.count(method) > 1 else method)
-        return tuple(names)
+        return tuple(
+            f"{method} {methods[: index + 1].count(method)}" if methods.count(method) > 1 else method
+            for index, method in enumerate(methods)
+        )
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         return tuple(network for source in self.sources for network in source.networks)
 
-    def knowledge(self, model: PreTrainedModel) -> Knowledge:
-        """What was measured of the sources with this target."""
-        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
-        return by_target.setdefault(model, Knowledge(len(self.sources)))
-
-    def forget(self) -> None:
-        for source in self.sources:
-            source.forget()
-
-    def check_target(self, model: PreTrainedModel) -> None:
-        for source in self.sources:
-            source.check_target(model)
-
-    def check_options(self) -> None:
-        super().check_options()
-        for source in self.sources:
-            source.check_options()
-
-    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
-        for source in self.sources:
-            source.check_pairing(model, input_ids)
-
-    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        return tuple(layer for source in self.sources for layer in source.feature_layers(model))
-
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return MergedGenerator(self, target)
-
-
-# Not an attribute of the drafters, because it is not copied.
-_KNOWLEDGE: weakref.WeakKeyDictionary[MergedDrafter, weakref.WeakKeyDictionary[PreTrainedModel, Knowledge]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 register(

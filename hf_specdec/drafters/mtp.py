@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -243,7 +243,6 @@ class MTPOptions(Eagle3Options):
     method = "mtp"
     depth: int = 4
     top_k: int = 4
-    tree_budget: int | Literal["auto"] = "auto"
 
 
 def check_supported(target: PreTrainedModel, layout: Layout) -> None:

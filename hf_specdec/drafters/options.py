@@ -7,9 +7,9 @@ drafter that holds them is in `base.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.policies import MOST_NODES
@@ -48,6 +48,9 @@ class DrafterOptions:
         Traceback (most recent call last):
         ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? ...
     """
+
+    # The allowed values of `method` where it is a field; registered ones where any method of a kind can be used.
+    METHODS: ClassVar[Collection[str]] = ()
 
     compile_mode: CompileMode = field(default="none", metadata=NOT_SAVED)
     same_bits: bool = field(default=False, metadata=NOT_SAVED)
@@ -133,6 +136,8 @@ class DrafterOptions:
         """
         if self.compile_mode not in COMPILE_MODES:
             raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+        if self.METHODS:
+            self.check_choices(method=self.METHODS)
         self.check_switches("same_bits")
         if self.same_bits and self.compile_mode != "none":
             raise ValueError(
@@ -171,7 +176,7 @@ class TreeOptions(DrafterOptions):
             does not pay.
     """
 
-    tree_budget: int | Literal["auto"]
+    tree_budget: int | Literal["auto"] = "auto"
 
     @property
     def node_limit(self) -> int:

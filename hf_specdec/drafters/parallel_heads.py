@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -38,10 +38,10 @@ from hf_specdec.drafters.shapes import check_shapes
 
 __all__ = ["ParallelHeadsConfig", "ParallelHeadsDrafter", "ParallelHeadsOptions"]
 
-ARCHITECTURE = "ParallelHeadsDrafter"
 MAX_HEADS = 64
 
 
+@strict
 class ParallelHeadsConfig(TargetFields, LlamaConfig):
     """The config of a Llama decoder, of which every head is one layer.
 
@@ -54,14 +54,13 @@ class ParallelHeadsConfig(TargetFields, LlamaConfig):
     model_type = "hf_specdec_parallel_heads"
     own_embeddings = False  # what the cache of pairs asks for; the heads read no tokens
 
-    def __init__(
-        self, num_parallel_heads: int = 3, trunk_layer: int | None = None, qk_norm: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs | {"num_hidden_layers": num_parallel_heads})  # each is a layer
-        self.num_parallel_heads = num_parallel_heads
-        self.trunk_layer = trunk_layer
-        self.qk_norm = qk_norm
-        self.architectures = [ARCHITECTURE]
+    num_parallel_heads: int = 3
+    trunk_layer: int | None = None
+    qk_norm: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.num_hidden_layers = self.num_parallel_heads  # each is a layer
+        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no heads can be built from this config."""
@@ -92,6 +91,10 @@ class ParallelHeadsDrafter(PairDrafter):
     options_class = ParallelHeadsOptions
     options: ParallelHeadsOptions
     _no_split_modules: ClassVar = ["DraftLayer"]
+    card_summary = (
+        "Parallel multi-token-prediction heads: decoder layers on the target's trunk, each for one of the next "
+        "tokens. hf_specdec drafts with them the tree of the likeliest combinations."
+    )
 
     def __init__(self, config: ParallelHeadsConfig) -> None:
         config.check()
@@ -101,36 +104,9 @@ class ParallelHeadsDrafter(PairDrafter):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(MARGINAL_METHODS)
-
-    def forward(
-        self,
-        embeddings: Tensor | None,
-        states: Tensor,
-        position_ids: Tensor,
-        *,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TreeCache | None = None,
-    ) -> Tensor:
-        """All heads over the trunk's states.
-
-        Args:
-            embeddings: not read.
-            states: [batch, seq, hidden], the trunk's.
-            position_ids: [batch, seq] int64, of the states.
-            mask: [batch, 1, seq, cached + seq], additive or bool, or None.
-            is_causal: causal attention without a mask; only for an empty cache or none.
-            cache: holds keys and values of earlier states, a layer per head; those of these states are appended.
-
-        Returns:
-            [batch, seq, heads * hidden], after the final norm.
-        """
-        cos, sin = self.rotary_emb(states, position_ids)
-        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
-        outputs = [head(states, rotary, mask, is_causal, cache, index) for index, head in enumerate(self.heads)]
+    def run_layers(self, embeddings: Tensor | None, states: Tensor, *attention_inputs: Any) -> Tensor:
+        """All heads over the trunk's states: [batch, seq, heads * hidden], after the final norm. Reads no tokens."""
+        outputs = [head(states, *attention_inputs, index) for index, head in enumerate(self.heads)]
         return torch.cat([self.norm(output) for output in outputs], dim=-1)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -147,12 +123,6 @@ class ParallelHeadsDrafter(PairDrafter):
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             layers=self.feature_layers(model),
-        )
-
-    def card_summary(self) -> str:
-        return (
-            "Parallel multi-token-prediction heads: decoder layers on the target's trunk, each for one of the next "
-            "tokens. hf_specdec drafts with them the tree of the likeliest combinations."
         )
 
     def card_facts(self) -> dict[str, str]:

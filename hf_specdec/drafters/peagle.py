@@ -9,9 +9,9 @@ of 2026, section 4.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import in_inference_mode
@@ -30,25 +30,20 @@ from hf_specdec.hub.formats.speculators import SPECULATORS
 
 __all__ = ["PEagleConfig", "PEagleDrafter", "PEagleOptions"]
 
-ARCHITECTURE = "PEagleDrafter"
 
-
+@strict
 class PEagleConfig(Eagle3Config):
     """An `Eagle3Config` with the placeholders for unknown tokens.
 
     Args:
         mask_token_id: token of a placeholder pair.
         num_draft_tokens: tokens that it drafts in one forward.
-        kwargs: see `Eagle3Config`.
     """
 
     model_type = "hf_specdec_peagle"
 
-    def __init__(self, mask_token_id: int | None = None, num_draft_tokens: int = 8, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.mask_token_id = mask_token_id
-        self.num_draft_tokens = num_draft_tokens
-        self.architectures = [ARCHITECTURE]
+    mask_token_id: int | None = None
+    num_draft_tokens: int = 8
 
     def check(self) -> None:
         super().check()
@@ -70,12 +65,9 @@ class PEagleOptions(TreeOptions):
         tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`).
     """
 
-    method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = "auto"
+    METHODS = MARGINAL_METHODS
 
-    def validate(self, config: Any = None) -> None:
-        TreeOptions.validate(self, config)
-        self.check_choices(method=MARGINAL_METHODS)
+    method: str = "ddtree"
 
 
 class PEagleDrafter(Eagle3Network):
@@ -88,24 +80,18 @@ class PEagleDrafter(Eagle3Network):
     config: PEagleConfig
     options_class = PEagleOptions
     options: PEagleOptions
+    card_summary = (
+        "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
+        "learned state in place of those that do not exist yet. hf_specdec builds draft trees from its predictions."
+    )
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         # In place of the concatenated states, before the norms around `fc`.
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.num_taps * config.target_hidden_size))
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(MARGINAL_METHODS)
-
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return MARGINAL_METHODS[self.method](PEagleMarginals(self, target), self.options)
-
-    def card_summary(self) -> str:
-        return (
-            "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
-            "learned state in place of those that do not exist yet. hf_specdec builds draft trees from its predictions."
-        )
 
     def card_facts(self) -> dict[str, str]:
         return super().card_facts() | {"Tokens drafted in one forward": str(self.config.num_draft_tokens)}

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +72,6 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     the defaults, and the options given to `load_drafter` override them.
     """
 
-    # The target that `check_pairing` has compared, and whether it has compared a prompt.
-    _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
     source_layout: SourceLayout | None = None
 
     def post_init(self) -> None:
@@ -81,25 +79,14 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         super().post_init()
 
     @property
-    def options_config(self) -> PreTrainedConfig:
-        return self.config
-
-    @property
-    def target_name_or_path(self) -> str | None:
-        return self.config.target_name_or_path
-
-    @property
-    def target_revision(self) -> str | None:
-        return self.config.target_revision
+    def saved_model(self) -> PreTrainedModel:
+        return self
 
     @property
     def num_tokens(self) -> int | None:
         """Size of the target's vocabulary at training; None if unknown or not to be compared."""
         size: int | None = self.config.vocab_size
         return size
-
-    def count_parameters(self) -> int:
-        return self.num_parameters()
 
     def without_adapters(self) -> PretrainedDrafter:
         plain = merged_adapters(self)
@@ -112,20 +99,18 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         self.write_side_files(folder)
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
-        compared, with_prompt = (None, False) if self._compared is None else (self._compared[0](), self._compared[1])
-        name = name_of(self)
-        if compared is not model:
+        known, name = self.known_of(model), name_of(self)
+        if "pairing" not in known:
             compared_tokens = check_tokenizer(name, self.config, model)
             if not compared_tokens and self.num_tokens is not None:
                 warn_of_sizes(name, self.num_tokens, model)
             check_names(name, self.config, model)
             if self.name_or_path:  # a drafter without a checkpoint was defined here, with our layers
                 check_taps(name, self.config, self.training_record, model)
-            with_prompt = False
-        if input_ids is not None and not with_prompt:
+            known["pairing"] = True
+        if input_ids is not None and "prompt" not in known:
             check_mode(name, self.training_record, model, input_ids)
-            with_prompt = True
-        self._compared = weakref.ref(model), with_prompt
+            known["prompt"] = True
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
@@ -225,9 +210,8 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             raise NotADirectoryError(f"Cannot save a drafter to {str(folder)!r}: it is a file. Give a folder.")
         hub = {}
         if push_to_hub:
-            hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
-            if "max_shard_size" in kwargs:  # for both
-                hub["max_shard_size"] = kwargs["max_shard_size"]
+            hub = {name: kwargs[name] for name in kwargs.keys() & inspect.signature(self.push_to_hub).parameters}
+            kwargs = {name: kwargs[name] for name in kwargs if name not in hub or name == "max_shard_size"}  # for both
         tensors = self.main_tensors() if state_dict is None else state_dict
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
@@ -266,11 +250,3 @@ def loading_differences(info: dict[str, Any]) -> str:
         if names := sorted(weights):
             parts.append(f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
     return "; ".join(parts)
-
-
-_HUB_ARGUMENTS = frozenset(
-    (
-        "repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "license",
-        "tags", "tag",
-    )
-)  # fmt: skip

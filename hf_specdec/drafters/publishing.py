@@ -24,7 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specdec.drafters.base import Drafter
@@ -55,6 +55,7 @@ class PublishedDrafter(Drafter):
     Attributes:
         measurements: measured with exactly these weights, see `card.py`; set it to None when the weights change.
         training_record: how these weights were trained, see `card.py`.
+        card_summary: one or two sentences of the card on the method.
         fits: a sentence of the card that says for which targets it can draft.
     """
 
@@ -64,21 +65,29 @@ class PublishedDrafter(Drafter):
     late_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
     training_record: Record | None = None
+    card_summary: ClassVar[str]
     fits = "A drafter fits only the target it was trained for."
 
     @property
     @abstractmethod
-    def target_name_or_path(self) -> str | None:
-        """The target it was trained for, if known."""
+    def saved_model(self) -> PreTrainedModel:
+        """The model whose config and weights are saved."""
 
     @property
-    @abstractmethod
+    def options_config(self) -> PreTrainedConfig:
+        """The config whose `drafting_options` are the options as loaded or last saved."""
+        return self.saved_model.config
+
+    @property
+    def target_name_or_path(self) -> str | None:
+        """The target it was trained for, if known; the config of a plain language model does not name it."""
+        return getattr(self.options_config, "target_name_or_path", None) or (self.training_record or {}).get("target")
+
+    @property
     def target_revision(self) -> str | None:
         """The commit or branch of that target, if known."""
-
-    @abstractmethod
-    def count_parameters(self) -> int:
-        """Number of its parameters."""
+        named = getattr(self.options_config, "target_revision", None)
+        return named or (self.training_record or {}).get("target_revision")
 
     @abstractmethod
     def without_adapters(self) -> PublishedDrafter:
@@ -88,18 +97,9 @@ class PublishedDrafter(Drafter):
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
         """Writes only config and weights."""
 
-    @abstractmethod
-    def card_summary(self) -> str:
-        """One or two sentences on the method, for the model card."""
-
     def card_facts(self) -> dict[str, str]:
         """Rows for the table at the top of the model card."""
         return {}
-
-    @property
-    @abstractmethod
-    def options_config(self) -> PreTrainedConfig:
-        """The config whose `drafting_options` are the options as loaded or last saved."""
 
     def loaded_options(self) -> Any:
         """The options as stored in the config; `options` may have been changed since.
@@ -146,9 +146,9 @@ class PublishedDrafter(Drafter):
         tags = [tags] if isinstance(tags, str) else tags
         return model_card(
             name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
-            summary=self.card_summary(),
+            summary=self.card_summary,
             fits=self.fits,
-            facts=self.card_facts() | {"Parameters": f"{self.count_parameters():,}"},
+            facts=self.card_facts() | {"Parameters": f"{self.saved_model.num_parameters():,}"},
             tags=[*(family.name for family in FAMILIES.values() if isinstance(self, family.drafter)), *tags],
             target=self.target_name_or_path,
             target_revision=self.target_revision,
@@ -263,31 +263,26 @@ class PublishedDrafter(Drafter):
                 what to do.
             ValueError: the measurements lack a field, or a drafting option is out of range; nothing is uploaded.
         """
-        if (plain := self.without_adapters()) is not self:
-            return plain.push_to_hub(
-                repo_id, commit_message=commit_message, commit_description=commit_description, private=private,
-                token=token, revision=revision, create_pr=create_pr, license=license, tags=tags, tag=tag,
-                max_shard_size=max_shard_size,
-            )  # fmt: skip
-        target = self.target_name_or_path
+        drafter = self.without_adapters()
+        target = drafter.target_name_or_path
         if target is not None and not is_hub_id(target):
             warnings.warn(
                 f"The target of this drafter is recorded as {target!r}, which others cannot load: set "
                 "drafter.config.target_name_or_path to the target's Hub id before publishing.",
                 stacklevel=2,
             )
-        self.store_options()
+        drafter.store_options()
         api = HfApi(token=token)
-        with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
+        with tempfile.TemporaryDirectory() as temporary, drafter.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
-            self.save_weights(folder, max_shard_size)
-            self.write_records(folder, repo_id, license=license)  # validates records before a repo is created
+            drafter.save_weights(folder, max_shard_size)
+            drafter.write_records(folder, repo_id, license=license)  # validates records before a repo is created
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             card = folder / CARD_FILE
             if _card_is_ours(api, repo_id, revision, Path(temporary) / "published"):
-                made = self.model_card(repo_id, revision=revision, license=license, tags=tags)
+                made = drafter.model_card(repo_id, revision=revision, license=license, tags=tags)
                 card.write_text(made.content, encoding="utf-8")
             else:
                 card.unlink()
@@ -295,7 +290,7 @@ class PublishedDrafter(Drafter):
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
-                commit_message=commit_message or f"Upload {type(self).__name__}",
+                commit_message=commit_message or f"Upload {type(drafter).__name__}",
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,

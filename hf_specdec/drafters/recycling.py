@@ -12,12 +12,10 @@ Source: Token Recycling, arXiv 2408.08696, Section 3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,9 +24,9 @@ from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.growth import static_tree
+from hf_specdec.drafters.growth import StaticTree
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
 
@@ -52,7 +50,6 @@ class TokenRecyclingOptions(TreeOptions):
     method = "token-recycling"
     top_k: int = 8
     depth: int = 6
-    tree_budget: int | Literal["auto"] = "auto"
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
@@ -109,37 +106,26 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
 
     def __init__(self, drafter: TokenRecyclingDrafter) -> None:
         self.drafter = drafter
-        options = drafter.options
-        rates = [[FIRST * FALL**rank for rank in range(options.top_k)]] * options.depth
-        self.paths = static_tree(rates, options.node_limit)
-        nodes = {path: node for node, path in enumerate([(), *self.paths])}
-        self.parents = [-1, *(nodes[path[:-1]] for path in self.paths)]
-        self.logprobs = [0.0, *(math.log(math.prod(rates[0][rank] for rank in path)) for path in self.paths)]
-        self.levels: list[list[int]] = [[] for _ in range(1 + max(map(len, self.paths)))]
-        for path, node in nodes.items():
-            self.levels[len(path)].append(node)
         self.table: Tensor
-        self.constants: tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]] | None = None
+        self.shape: StaticTree
+        self.levels: list[tuple[Tensor, Tensor, Tensor]]  # of each level its nodes, their parents and ranks
 
-    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-        """Parents and log-probabilities, [nodes], and for each level its nodes, their parents and ranks; made once."""
-        if self.constants is None:
-            most = self.table.shape[1] - 1
-            levels = [
-                (level, [self.parents[node] for node in level], [min(self.paths[node - 1][-1], most) for node in level])
-                for level in self.levels[1:]
-            ]
-            self.constants = (
-                from_host(self.parents, device),
-                from_host(np.array(self.logprobs, np.float32), device),
-                [(from_host(a, device), from_host(b, device), from_host(c, device)) for a, b, c in levels],
-            )
-        return self.constants
+    def begin(self, device: torch.device) -> None:
+        """Makes what is the same in all rounds, on the table's device."""
+        options = self.drafter.options
+        rates = [[FIRST * FALL**rank for rank in range(options.top_k)]] * options.depth
+        self.shape = StaticTree(rates, options.node_limit, device)
+        ranks = self.shape.ranks.clamp(max=self.table.shape[1] - 1)
+        self.levels = []
+        for level in range(self.shape.depth):
+            drafted = (self.shape.levels == level).nonzero().squeeze(1)
+            self.levels.append((1 + drafted, self.shape.parents[1 + drafted], ranks[drafted]))
 
     def observe(self, committed: Committed) -> None:
         logits = committed.target_logits
         self.table = self.drafter.table_for(logits.shape[-1], logits.device)
         if committed.tree is None:
+            self.begin(logits.device)
             self._learn_prompt(committed)
             last = committed.token_ids[:, -1:]  # prompts are padded on the left
             self._learn(last, torch.ones_like(last, dtype=torch.bool), logits[:, -1:])
@@ -181,22 +167,14 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         table, root_ids = self.table, context.root_ids.to(self.table.device)
-        batch = len(root_ids)
-        parents, logprobs, levels = self.constants_on(table.device)
-        token_ids = root_ids.new_full((batch, len(self.parents)), -1)
+        token_ids = root_ids.new_full((len(root_ids), len(self.shape.parents)), -1)
         token_ids[:, 0] = root_ids
-        for level, parents_of_level, ranks in levels:
-            above = token_ids[:, parents_of_level]
+        for nodes, parents, ranks in self.levels:
+            above = token_ids[:, parents]
             found = table[above.clamp(0, len(table) - 1), ranks]
-            token_ids[:, level] = found.where((above >= 0) & (above < len(table)), -1)
+            token_ids[:, nodes] = found.where((above >= 0) & (above < len(table)), -1)
         known = token_ids >= 0
-        return DraftTree.from_parents(
-            token_ids.where(known, root_ids.unsqueeze(1)),
-            parents.expand(batch, -1),
-            len(self.levels) - 1,
-            valid=known,
-            path_logprobs=logprobs.expand(batch, -1),
-        )
+        return self.shape.filled(token_ids.where(known, root_ids.unsqueeze(1)), valid=known)
 
 
 register(

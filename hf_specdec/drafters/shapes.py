@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.registry import name_of
-from hf_specdec.drafters.vocabulary import may_be_padding
+from hf_specdec.drafters.vocabulary import check_draft_to_target, may_be_padding
 
 
 def check_shapes(
@@ -21,6 +22,7 @@ def check_shapes(
     num_layers: int | None = None,
     layers: Sequence[int] = (),
     first_layer: int = 0,
+    d2t: Tensor | None = None,
 ) -> None:
     """Compares the sizes that a drafter was trained for with a target's; None is not compared.
 
@@ -33,9 +35,10 @@ def check_shapes(
         num_layers: of the target.
         layers: target layers whose outputs the drafter reads.
         first_layer: the lowest one that can be read.
+        d2t: the map of a draft vocabulary, see `vocabulary.py`; its tokens must be among those of both.
 
     Raises:
-        ValueError: one of them differs, or a layer does not exist.
+        ValueError: one of them differs, or a layer or a token does not exist.
     """
     target, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
     target_name, depth = name_of(model), target.num_hidden_layers
@@ -65,6 +68,9 @@ def check_shapes(
         )
     if problem is not None:
         raise ValueError(f"Drafter {name_of(drafter)!r} {problem}. {way_out(drafter)}")
+    if d2t is not None:
+        rows = embeddings.num_embeddings
+        check_draft_to_target(d2t, min(vocab_size or rows, rows), name_of(drafter))
 
 
 def way_out(drafter: Any) -> str:

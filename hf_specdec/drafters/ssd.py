@@ -29,10 +29,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import inference_on_cpu
 from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
@@ -43,7 +42,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.base import Drafter, WrappingDrafter, check_is_drafter
 from hf_specdec.drafters.beside import DraftingThread
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
@@ -89,7 +88,6 @@ class SSDOptions(TreeOptions):
     """
 
     method = "ssd"
-    tree_budget: int | Literal["auto"] = "auto"
     fan_out: int = 4
     threads: int = 1
     trial: bool = True
@@ -100,7 +98,7 @@ class SSDOptions(TreeOptions):
         self.check_switches("trial")
 
 
-class SSDDrafter(Drafter):
+class SSDDrafter(WrappingDrafter):
     """Another drafter, whose next drafts are made while the target verifies.
 
     `stats.num_foreseen` of `stats.num_prepared` rounds began with a prepared draft.
@@ -121,33 +119,16 @@ class SSDDrafter(Drafter):
 
     options_class = SSDOptions
     options: SSDOptions
-    mergeable = False
     made_of = ("drafter",)
 
     def __init__(self, drafter: Drafter | None = None, **drafting_options: Any) -> None:
         if drafter is None:
             raise ValueError('load_drafter("ssd") needs drafter=..., a look-up, a draft model or an EAGLE drafter.')
         check_is_drafter(drafter)
-        self.drafter = drafter
+        self.drafter, self.sources = drafter, (drafter,)
         own = getattr(drafter.options, "tree_budget", 16)
         self.options = SSDOptions(tree_budget=own if own == "auto" else max(1, own * 3 // 4))
         self.set_options(**drafting_options)
-
-    def check_target(self, model: PreTrainedModel) -> None:
-        self.drafter.check_target(model)
-
-    def check_options(self) -> None:
-        super().check_options()
-        self.drafter.check_options()
-
-    def check_pairing(self, model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
-        self.drafter.check_pairing(model, input_ids)
-
-    def forget(self) -> None:
-        self.drafter.forget()
-
-    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        return self.drafter.feature_layers(model)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         inner = self.drafter.candidate_generator(target)
@@ -274,24 +255,23 @@ class SSDGenerator(TreeCandidateGenerator):
         self.prepared = []
         if self.context is None:  # a round without a draft
             return target.verify(tree, state.root_positions)
-        plans = self._plans(tree.num_nodes)
+        plans = self._plans(self.context, tree.num_nodes)
         if not plans or self.host_loop is not None:
             self.verified = Stopwatch(self.device)
             output = target.verify(tree, state.root_positions)
             self.verified.lap("alone")
             return output
         verify = functools.partial(target.verify, tree, state.root_positions)
-        output, self.prepared = self.thread.beside(verify, self._prepare, plans)
+        output, self.prepared = self.thread.beside(verify, self._prepare, self.context, plans)
         return output
 
-    def _plans(self, num_nodes: int) -> list[list[tuple[int, ...]]]:
+    def _plans(self, context: DraftContext, num_nodes: int) -> list[list[tuple[int, ...]]]:
         """Per row the outcomes to prepare; empty if there are none, or it does not pay."""
-        assert self.context is not None
         if self.options.trial and not self._worth_it():
             return []
         plans = [
             row.outcomes(min(num_nodes, len(row.token_ids)), self.ends)[: self.options.fan_out] if active else []
-            for row, active in zip(self.rows, self.context.active, strict=True)
+            for row, active in zip(self.rows, context.active, strict=True)
         ]
         return plans if any(plans) else []
 
@@ -312,36 +292,31 @@ class SSDGenerator(TreeCandidateGenerator):
         return self.pays if self.pays is not None else len(seconds["alone"]) > TRIAL
 
     @torch.no_grad()
-    def _prepare(self, plans: list[list[tuple[int, ...]]]) -> list[dict[tuple[int, ...], RowTree]]:
-        """Drafts for one outcome of every row at a time; runs in the thread."""
-        assert self.context is not None
+    def _prepare(
+        self, context: DraftContext, plans: list[list[tuple[int, ...]]]
+    ) -> list[dict[tuple[int, ...], RowTree]]:
+        """Drafts for one outcome of every row at a time, behind the texts of the running round; runs in the thread."""
         prepared: list[dict[tuple[int, ...], RowTree]] = [{} for _ in plans]
+        device = context.root_positions.device
         with inference_on_cpu(self.device):
             for outcomes in itertools.zip_longest(*plans):
-                longer = [
-                    text + list(outcome or ()) for text, outcome in zip(self.context.texts, outcomes, strict=True)
-                ]
-                for row, tree in enumerate(self._drafts(longer, [outcome is not None for outcome in outcomes])):
-                    if outcomes[row] is not None:
-                        prepared[row][outcomes[row]] = tree
+                grown = [list(outcome or ()) for outcome in outcomes]
+                texts = [text + more for text, more in zip(context.texts, grown, strict=True)]
+                lengths = [len(text) for text in texts]
+                supposed = replace(
+                    context,
+                    root_ids=from_host([text[-1] for text in texts], device),
+                    root_positions=context.root_positions + from_host([len(more) for more in grown], device),
+                    sequences=from_host([text + [0] * (max(lengths) - len(text)) for text in texts], device),
+                    lengths=lengths,
+                    active=[outcome is not None for outcome in outcomes],
+                    read_texts=functools.partial(list, texts),
+                )
+                trees = RowTree.rows_of(self.inner.draft_text(supposed, context.lengths))
+                for known, outcome, tree in zip(prepared, outcomes, trees, strict=True):
+                    if outcome is not None:
+                        known[outcome] = tree
         return prepared
-
-    def _drafts(self, texts: list[list[int]], active: list[bool]) -> list[RowTree]:
-        """The drafter's trees for texts that begin with those of the running round."""
-        assert self.context is not None
-        context, lengths = self.context, [len(text) for text in texts]
-        device, width = context.root_positions.device, max(lengths)
-        grown = [new - old for new, old in zip(lengths, context.lengths, strict=True)]
-        supposed = replace(
-            context,
-            root_ids=from_host([text[-1] for text in texts], device),
-            root_positions=context.root_positions + from_host(grown, device),
-            sequences=from_host([text + [0] * (width - len(text)) for text in texts], device),
-            lengths=lengths,
-            active=active,
-            read_texts=lambda: texts,
-        )
-        return RowTree.rows_of(self.inner.draft_text(supposed, context.lengths))
 
     def observe(self, committed: Committed) -> None:
         with self.thread.here():

@@ -343,7 +343,7 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         # In host memory the number of used nodes can be read without a sync, and unused ones are dropped.
         self.drops_unused = abilities(self.device).host_memory and self.calls is None
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
-        self.tree: tuple[DraftTree, Nodes, Tensor] | None = None  # with all drafted nodes, and the selected ones
+        self.tree: tuple[DraftTree, Nodes, Tensor]  # the latest, with all drafted nodes, and the selected ones
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
@@ -364,10 +364,9 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         context.lap("tree")
         return tree
 
-    def describe(self, tree: DraftTree) -> NodeNotes:
-        assert self.tree is not None
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
         _, nodes, selected = self.tree
-        return path_notes(tree, nodes.scores.gather(1, selected), nodes.forwards(selected))
+        return path_notes(tree, nodes.forwards(selected)[:, : tree.num_nodes])
 
     def read_committed(self, root_ids: Tensor) -> None:
         """Reads the pending positions; `last` are then states and position of each row's start, see `_committed`."""
@@ -438,7 +437,6 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
             states [batch, count, hidden], arbitrary for a node without children, and which nodes have children,
             [batch, count] bool.
         """
-        assert self.tree is not None
         tree, drafted, selected = self.tree
         parents, valid, above = (part.to(self.device) for part in (tree.parents, tree.valid, nodes))
         below = (parents[:, None] == above[..., None]) & valid[:, None]

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -38,14 +39,14 @@ from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
 from hf_specdec.drafters.specblock.quality import RANK_BOUNDS, report
 from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
-ARCHITECTURE = "LlamaForCausalLMSpecBlock"
 DraftCondition = Literal["pre_norm", "normed"]
 RankState = Literal["normed", "pre_norm"]
 BlockPositions = Literal["start", "path"]
 MAX_BLOCKS = 64
 
 
-class SpecBlockConfig(FeatureFields, LlamaConfig):
+@strict
+class SpecBlockConfig(FeatureFields):
     """The config of a Llama decoder and what SpecBlock adds.
 
     Args:
@@ -69,35 +70,23 @@ class SpecBlockConfig(FeatureFields, LlamaConfig):
             "path", the positions after the token at which the block starts.
     """
 
-    def __init__(
-        self,
-        diffspec_draft_token_num: int = 7,
-        rank_classes: int = 4,
-        draft_head_dim: int | None = None,
-        qk_norm: bool = False,
-        prefix_broadcast: bool = True,
-        layer_wise_shift: bool = True,
-        draft_condition: DraftCondition = "pre_norm",
-        draft_condition_norm: bool = True,
-        rank_state: RankState = "normed",
-        rank_features_top: int | None = 20,
-        block_positions: BlockPositions = "start",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.diffspec_draft_token_num = diffspec_draft_token_num
-        self.rank_classes = rank_classes
-        self.draft_head_dim = draft_head_dim
-        self.head_dim = draft_head_dim or self.hidden_size // self.num_attention_heads
-        self.qk_norm = qk_norm
-        self.prefix_broadcast = prefix_broadcast
-        self.layer_wise_shift = layer_wise_shift
-        self.draft_condition = draft_condition
-        self.draft_condition_norm = draft_condition_norm
-        self.rank_state = rank_state
-        self.rank_features_top = rank_features_top
-        self.block_positions = block_positions
-        self.architectures = [ARCHITECTURE]
+    architecture = "LlamaForCausalLMSpecBlock"
+
+    diffspec_draft_token_num: int = 7
+    rank_classes: int = 4
+    draft_head_dim: int | None = None
+    qk_norm: bool = False
+    prefix_broadcast: bool = True
+    layer_wise_shift: bool = True
+    draft_condition: DraftCondition = "pre_norm"
+    draft_condition_norm: bool = True
+    rank_state: RankState = "normed"
+    rank_features_top: int | None = 20
+    block_positions: BlockPositions = "start"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.head_dim = self.draft_head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def block_size(self) -> int:
@@ -118,7 +107,7 @@ class SpecBlockConfig(FeatureFields, LlamaConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in the published layout."""
-        fields = super().to_dict() | {"model_type": "llama", "architectures": [ARCHITECTURE]}
+        fields = super().to_dict() | {"model_type": "llama", "architectures": [self.architecture]}
         # Readers older than rope_parameters expect the base at the top level.
         rope = fields.get("rope_parameters") or {}
         return fields | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
@@ -154,7 +143,6 @@ class SpecBlockOptions(TreeOptions):
     """
 
     method = "specblock"
-    tree_budget: int | Literal["auto"] = "auto"
     num_blocks: int = 2
     branching: list[int]
     beam_width: int | None = 10
@@ -288,6 +276,10 @@ class SpecBlockDrafter(PretrainedDrafter):
     # The embedding is a frozen copy of the target's: official checkpoints omit it, some savers include it.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
     side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
+    card_summary = (
+        "A SpecBlock drafter: each forward drafts a block of dependent tokens from all selected starts together, "
+        "and a rank head decides how many alternatives each slot gets and where blocks start."
+    )
 
     def __init__(self, config: SpecBlockConfig) -> None:
         config.check()
@@ -310,24 +302,12 @@ class SpecBlockDrafter(PretrainedDrafter):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.post_init()
 
-    def forward(
-        self,
-        conditions: Tensor,
-        embeddings: Tensor,
-        position_ids: Tensor,
-        *,
-        from_target: bool,
-        mask: Tensor | None = None,
-        cache: KeyValueStore | None = None,
-        read: Tensor | None = None,
-    ) -> BlockOutput:
-        """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`.
+    def forward(self, *inputs: Tensor, read: Tensor | None = None, **settings: Any) -> BlockOutput:
+        """States, draft logits and rank logits of every slot of every start; other arguments as for `block_hidden`.
 
         `read`, [batch, starts] bool, selects the starts at which the heads are computed; None for all.
         """
-        hidden = self.block_hidden(
-            conditions, embeddings, position_ids, from_target=from_target, mask=mask, cache=cache
-        )
+        hidden = self.block_hidden(*inputs, **settings)
         return BlockOutput(hidden, *self.heads(hidden if read is None else hidden[read]))
 
     def block_hidden(
@@ -450,22 +430,20 @@ class SpecBlockDrafter(PretrainedDrafter):
         if not file.is_file():
             return {}
         try:
-            maps = torch.load(file, map_location="cpu", weights_only=True)
+            maps: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+            kinds = {key: value.dtype for key, value in maps.items()}
         except Exception as error:  # a damaged or hostile pickle may raise anything; its code is not run
             raise ValueError(
                 f"{VOCABULARY_FILE} of {name!r} cannot be loaded as plain tensors ({type(error).__name__}): it is "
                 "damaged, or contains code, which is never run. Download it again, or remove it if the weights "
                 "contain d2t."
             ) from error
-        kinds = {key: value.dtype for key, value in maps.items()} if isinstance(maps, dict) and all(
-            isinstance(value, Tensor) for value in maps.values()
-        ) else type(maps).__name__  # fmt: skip
         if kinds != {"d2t": torch.int64, "t2d": torch.bool}:
             raise ValueError(
                 f"{VOCABULARY_FILE} of {name!r} holds {kinds}; it must be a dict of the tensors d2t (int64) and t2d "
                 "(bool)."
             )
-        return dict(maps)
+        return maps
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -501,12 +479,6 @@ class SpecBlockDrafter(PretrainedDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return SpecBlockGenerator(self, target)
 
-    def card_summary(self) -> str:
-        return (
-            "A SpecBlock drafter: each forward drafts a block of dependent tokens from all selected starts together, "
-            "and a rank head decides how many alternatives each slot gets and where blocks start."
-        )
-
     def card_facts(self) -> dict[str, str]:
         config = self.config
         layers = config.target_layer_ids
@@ -524,6 +496,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         return report(self, model, prompts)
 
     def check_target(self, model: PreTrainedModel) -> None:
+        is_smaller = model.get_input_embeddings().num_embeddings < self.config.vocab_size
         check_shapes(
             self,
             model,
@@ -531,7 +504,5 @@ class SpecBlockDrafter(PretrainedDrafter):
             embedding_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             layers=self.feature_layers(model),
+            d2t=self.d2t if is_smaller else None,  # else `check_vocabulary` has checked the same
         )
-        rows = model.get_input_embeddings().num_embeddings
-        if rows < self.config.vocab_size:  # else `check_vocabulary` has checked the same
-            check_draft_to_target(self.d2t, rows, name_of(self))

@@ -57,60 +57,24 @@ class Times:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured and chosen.
+    """What was chosen, and from what.
 
     Attributes:
-        accuracy: {exit layer: share of positions where its head is right}.
-        exits: {exit layer: {threshold: (share of positions that would exit there, accuracy of these)}}.
-        layer_ms: one decoder layer on one token, in milliseconds.
-        head_ms: mean of the exit heads.
-        token_ms: one token without drafting.
         chosen: the drafting options set.
         predicted_speedup: of these options on these prompts.
-        prompts: number of prompts, and tokens that continue each.
+        summary: one line for the model card: the measured times and the prediction.
     """
 
-    accuracy: dict[int, float]
-    exits: dict[int, dict[float, tuple[float, float]]]
-    layer_ms: float
-    head_ms: float
-    token_ms: float
     chosen: dict[str, Any]
     predicted_speedup: float
-    prompts: tuple[int, int]
-
-    @property
-    def summary(self) -> str:
-        """One line for the model card."""
-        count, tokens = self.prompts
-        return (
-            f"on {count} prompts of {tokens} new tokens; a layer took {self.layer_ms:.2f} ms, a head "
-            f"{self.head_ms:.2f} ms, a plain token {self.token_ms:.1f} ms; predicted speedup "
-            f"{self.predicted_speedup:.2f}x"
-        )
+    summary: str
 
     def to_record(self) -> dict[str, Any]:
-        """For the drafter's config: with the summary, rounded."""
-        return _rounded(asdict(self)) | {"summary": self.summary}
+        """For the drafter's config."""
+        return asdict(self)
 
     def __str__(self) -> str:
-        measured = next(iter(self.exits.values()))
-        shown = [threshold for threshold in measured if round(threshold * 100) % 10 == 0]
-        head = "".join(f"{threshold:>14.2f}" for threshold in shown)
-        lines = [f"exits by threshold: share of positions, accuracy\n{'layer':>6}{'right':>8}{head}"]
-        for layer, table in self.exits.items():
-            cells = "".join(f"{table[threshold][0]:>8.0%}{table[threshold][1]:>6.0%}" for threshold in shown)
-            lines.append(f"{layer:>6}{self.accuracy[layer]:>8.0%}{cells}")
-        options = ", ".join(f"{name} {value}" for name, value in self.chosen.items())
-        return "\n".join([*lines, f"chosen: {options}", self.summary])
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_rounded, value))
-    return round(value, 4) if isinstance(value, float) else value
+        return f"chosen: {', '.join(f'{name} {value}' for name, value in self.chosen.items())}\n{self.summary}"
 
 
 def calibrate(
@@ -142,19 +106,12 @@ def calibrate(
             if predicted > best:
                 best, options = predicted, {"threshold": threshold, "w_max": width}
                 chosen = options | {"d_max": layers[-1], "use_exit_layers": list(layers)}
-    result = Calibration(
-        accuracy={layer: float(right[layer].mean()) for layer in heads},
-        exits={
-            layer: {each: _share_and_accuracy(confidence[layer] >= each, right[layer]) for each in thresholds}
-            for layer in heads
-        },
-        layer_ms=1e3 * times.layer_of(1),
-        head_ms=1e3 * statistics.mean(times.head.values()),
-        token_ms=1e3 * token_s,
-        chosen=chosen | {"alpha": drafter.options.alpha},
-        predicted_speedup=best,
-        prompts=(len(rows), new_tokens),
+    summary = (
+        f"on {len(rows)} prompts of {new_tokens} new tokens; a layer took {1e3 * times.layer_of(1):.2f} ms, a head "
+        f"{1e3 * statistics.mean(times.head.values()):.2f} ms, a plain token {1e3 * token_s:.1f} ms; predicted speedup "
+        f"{best:.2f}x"
     )
+    result = Calibration(chosen | {"alpha": drafter.options.alpha}, round(best, 4), summary)
     drafter.set_options(**chosen)
     drafter.config.calibration = result.to_record()
     return result
@@ -249,10 +206,6 @@ def measure_times(
         for layer, rule in drafter.exit_rules(drafter.config.exit_layers).items()
     }
     return Times(layer_s, head_s, max(0.0, token_s - slices.num_layers * layer_s[1]))
-
-
-def _share_and_accuracy(exits: np.ndarray, right: np.ndarray) -> tuple[float, float]:
-    return float(exits.mean()), float(right[exits].mean()) if exits.any() else 0.0
 
 
 def exits_at(

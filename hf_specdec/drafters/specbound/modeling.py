@@ -9,7 +9,6 @@ target with the exit head of its 4th layer. Source: SpecBound, Sections 2.2, 2.3
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from peft import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor, check_annealing
@@ -44,7 +43,7 @@ SIDE_FILES = ("exit-layer-*/adapter_config.json", f"exit-layer-*/{SAFETENSORS_WE
 LEAST_LIKENESS = 0.8
 
 
-class SpecBoundConfig(TargetFields, PreTrainedConfig):
+class SpecBoundConfig(TargetFields):
     """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l comes after l layers, from 1.
 
     Args:
@@ -69,46 +68,34 @@ class SpecBoundConfig(TargetFields, PreTrainedConfig):
 
     model_type = "hf_specdec_specbound"
 
-    def __init__(
-        self,
-        num_target_layers: int = 32,
-        hidden_size: int = 4096,
-        vocab_size: int = 32000,
-        exit_layers: Sequence[int] = (4, 7, 10),
-        head: str = "lora",
-        lora_rank: int = 64,
-        draft_vocab_size: int | None = None,
-        head_module: str = "lm_head",
-        w_max: int = PAPER_WIDTH,
-        d_max: int | None = None,
-        alpha: float = PAPER_ALPHA,
-        threshold: float = PAPER_THRESHOLD,
-        use_exit_layers: Sequence[int] | None = None,
-        learn_refusals: bool = True,
-        target_head_sample: list[float] | None = None,
-        calibration: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        if not isinstance(exit_layers, (list, tuple)):
-            raise ValueError(f"exit_layers is {exit_layers!r}; it must be a list of at least one layer.")
-        self.num_target_layers = num_target_layers
-        self.hidden_size = hidden_size
-        self.vocab_size = vocab_size
-        self.exit_layers = list(exit_layers)
-        self.head = head
-        self.lora_rank = lora_rank
-        self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.head_module = head_module
-        self.w_max = w_max
-        self.d_max = paper_depth(num_target_layers, exit_layers) if d_max is None else d_max
-        self.alpha = alpha
-        self.threshold = threshold
-        self.use_exit_layers = None if use_exit_layers is None else list(use_exit_layers)
-        self.learn_refusals = learn_refusals
-        self.target_head_sample = target_head_sample
-        self.calibration = calibration
-        self.architectures = ["SpecBoundDrafter"]
+    num_target_layers: int = 32
+    hidden_size: int = 4096
+    vocab_size: int = 32000
+    exit_layers: Any = (4, 7, 10)
+    head: str = "lora"
+    lora_rank: int = 64
+    draft_vocab_size: Any = None
+    head_module: str = "lm_head"
+    w_max: int = PAPER_WIDTH
+    d_max: Any = None
+    alpha: float = PAPER_ALPHA
+    threshold: float = PAPER_THRESHOLD
+    use_exit_layers: Sequence[int] | None = None
+    learn_refusals: bool = True
+    target_head_sample: list[float] | None = None
+    calibration: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.exit_layers, (list, tuple)):
+            raise ValueError(f"exit_layers is {self.exit_layers!r}; it must be a list of at least one layer.")
+        self.exit_layers = list(self.exit_layers)
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.d_max is None:
+            self.d_max = paper_depth(self.num_target_layers, self.exit_layers)
+        if self.use_exit_layers is not None:
+            self.use_exit_layers = list(self.use_exit_layers)
+        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no heads can be built from this config."""
@@ -240,6 +227,11 @@ class SpecBoundDrafter(PretrainedDrafter):
     d2t: Tensor
     _no_split_modules: ClassVar = ["ExitHead"]
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
+    card_summary = (
+        "SpecBound exit heads: the target drafts for itself. A token exits at the first exit layer whose annealed "
+        "confidence reaches a threshold, the hidden states of drafted tokens are stored, and one pass through the "
+        "remaining layers verifies all of them. The heads are LoRA adapters on the target's own head."
+    )
 
     def __init__(self, config: SpecBoundConfig) -> None:
         config.check()
@@ -248,7 +240,6 @@ class SpecBoundDrafter(PretrainedDrafter):
         # As in other formats: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self._merged: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
-        self._paired: weakref.ref[PreTrainedModel] | None = None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -369,20 +360,20 @@ class SpecBoundDrafter(PretrainedDrafter):
 
         The target continues each prompt greedily; see `calibration.py` for what is measured and how choices are
         compared (Eq. 5 with measured times). The annealing is not changed. The result is stored in
-        `config.calibration`, which `save_pretrained` saves with the new options; printing it shows the tables.
+        `config.calibration`, which `save_pretrained` saves with the new options.
 
         Args:
             prompts: texts, or token ids [seq]; about a dozen that resemble the later ones.
-            target: None for the target of the latest `generate` call; `load_drafter(target=...)` does not set it.
+            target: None for that of the `generate` calls so far, if there is one only.
             settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose from.
 
         Raises:
             ValueError: no target, no prompts, or a target that does not fit.
         """
-        if target is None and self._paired is not None:
-            target = self._paired()
         if target is None:
-            raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
+            if len(known := self.known_targets()) != 1:
+                raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
+            (target,) = known
         target = unwrapped(target)
         self.check_target(target)
         return calibrate(self, target, prompts, **settings)
@@ -431,13 +422,6 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     # Card and checks.
 
-    def card_summary(self) -> str:
-        return (
-            "SpecBound exit heads: the target drafts for itself. A token exits at the first exit layer whose annealed "
-            "confidence reaches a threshold, the hidden states of drafted tokens are stored, and one pass through the "
-            "remaining layers verifies all of them. The heads are LoRA adapters on the target's own head."
-        )
-
     def card_facts(self) -> dict[str, str]:
         config, options = self.config, self.options
         heads = f"LoRA of rank {config.lora_rank}" if config.head == "lora" else "a matrix each"
@@ -457,7 +441,8 @@ class SpecBoundDrafter(PretrainedDrafter):
 
         Once per target, so that later calls do not wait for it.
         """
-        if self._paired is not None and self._paired() is model:
+        known = self.known_of(model)
+        if "fits" in known:
             return
         config = self.config
         check_shapes(
@@ -466,12 +451,9 @@ class SpecBoundDrafter(PretrainedDrafter):
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_target_layers,
+            # Of a complete vocabulary, tokens that the target lacks are cut off.
+            d2t=None if self.draft_ids is None else self.d2t,
         )
-        name, target_name = name_of(self), name_of(model)
-        shared = config.vocab_size
-        if config.draft_vocab_size < config.vocab_size:  # else tokens that the target lacks are cut off
-            shared = min(shared, model.get_input_embeddings().num_embeddings)
-        check_draft_to_target(self.d2t, shared, name)
         lm_head = model.get_output_embeddings()
         if config.target_head_sample is not None and has_plain_weight(lm_head):
             found = sample_of(lm_head.weight, config.vocab_size)
@@ -479,12 +461,12 @@ class SpecBoundDrafter(PretrainedDrafter):
             likeness = nn.functional.cosine_similarity(found, recorded, dim=0).item()
             if not likeness >= LEAST_LIKENESS:
                 raise ValueError(
-                    f"Drafter {name!r} holds adapters trained for another target: values of the head of "
-                    f"{target_name!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
+                    f"Drafter {name_of(self)!r} holds adapters trained for another target: values of the head of "
+                    f"{name_of(model)!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
                     f"(at least {LEAST_LIKENESS} is required). {way_out(self)}"
                 )
         check_slices(model)
-        self._paired = weakref.ref(model)
+        known["fits"] = True
 
 
 def folder_of(layer: int) -> str:

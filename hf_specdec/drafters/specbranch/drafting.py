@@ -11,9 +11,7 @@ round's chain. The same cache update that commits the accepted entries drops tho
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.devices import seconds_of
 from hf_specdec.decoding.exchange import ChoiceRule
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -283,26 +282,24 @@ class BranchDrafting:
         self.mask = np.zeros((len(texts), 64, 64), dtype=bool)
 
     @torch.no_grad()
-    def seconds_per_forward(self, repeats: int = 9) -> float:
+    def seconds_per_forward(self) -> float:
         """T_q: the median time of a forward over as many nodes as a level may have branches and hedges."""
         width = self.plan.most_branches + self.plan.most_hedges
-        nothing: list[list[int]] = [[] for _ in self.rows]
-        random = self.random.get_state()  # so that later samples do not depend on this measurement
-        seconds = []
-        for _ in range(repeats + 3):  # the first ones are warm-up
+
+        def forward() -> None:
             for row in self.rows:
-                row.add(row.text[-1], -1)
-                row.nodes += [Node(row.text[-1], 0) for _ in range(width - 1)]
-            began = time.perf_counter()
+                row.nodes = [Node(row.text[-1], min(node, 1) - 1) for node in range(width)]
             self._run([list(range(width)) for _ in self.rows])
-            seconds.append(time.perf_counter() - began)
             for row in self.rows:
                 row.clear()
-            self.cache_update = nothing, nothing
+            self.cache_update = [[] for _ in self.rows], [[] for _ in self.rows]
+
+        random = self.random.get_state()  # so that later samples do not depend on this measurement
+        seconds = seconds_of(forward, self.drafter.model.device)
         self._update_cache()
         self.counters = Counters()
         self.random.set_state(random)
-        return statistics.median(seconds[3:])
+        return seconds
 
     @torch.no_grad()
     def draft(self, emitted: Sequence[list[int]], active: Sequence[bool], signals: Sequence[Signals]) -> Chains:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -40,7 +39,7 @@ NUM_CLASSES = 3  # of H-RAD: all reject, by confidence, all accept
 OWN_DRAFT_MODEL = "draft_model"  # subfolder of a checkpoint that contains its draft model
 
 
-class SpecBranchConfig(TargetFields, PreTrainedConfig):
+class SpecBranchConfig(TargetFields):
     """A pair of models, and the predictor of draft lengths for them.
 
     Args:
@@ -59,32 +58,20 @@ class SpecBranchConfig(TargetFields, PreTrainedConfig):
 
     model_type = "hf_specdec_specbranch"
 
-    def __init__(
-        self,
-        draft_model: str | None = None,
-        draft_hidden_size: int | None = None,
-        draft_num_layers: int | None = None,
-        h_rad: bool = True,
-        target_hidden_size: int = 4096,
-        num_target_layers: int = 32,
-        num_feature_layers: int = 4,
-        h_rad_sizes: Sequence[int] = (256, 64),
-        dropout: float = 0.4,
-        min_confidence: float = 0.4,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.draft_model = draft_model
-        self.draft_hidden_size = draft_hidden_size
-        self.draft_num_layers = draft_num_layers
-        self.h_rad = h_rad
-        self.target_hidden_size = target_hidden_size
-        self.num_target_layers = num_target_layers
-        self.num_feature_layers = num_feature_layers
-        self.h_rad_sizes = list(h_rad_sizes)
-        self.dropout = dropout
-        self.min_confidence = min_confidence
-        self.architectures = ["SpecBranchDrafter"]
+    draft_model: str | None = None
+    draft_hidden_size: int | None = None
+    draft_num_layers: int | None = None
+    h_rad: bool = True
+    target_hidden_size: int = 4096
+    num_target_layers: int = 32
+    num_feature_layers: int = 4
+    h_rad_sizes: Sequence[int] = (256, 64)
+    dropout: float = 0.4
+    min_confidence: float = 0.4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.h_rad_sizes = list(self.h_rad_sizes)
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, **fields: Any) -> SpecBranchConfig:
@@ -234,6 +221,10 @@ class SpecBranchDrafter(PretrainedDrafter):
     options: SpecBranchOptions
     late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)
     _device_marker: Tensor
+    card_summary = (
+        "SpecBranch: a draft model that drafts the next branches while the target verifies the current ones, and "
+        "H-RAD, a small network on the target's hidden states that predicts how much of a draft will be accepted."
+    )
 
     def __init__(self, config: SpecBranchConfig) -> None:
         config.check()
@@ -243,9 +234,6 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.h_rad = HRAD(config) if config.h_rad else None
         # Not a submodule: its weights are stored in separate files, mostly in another repo.
         self.__dict__["_pair"] = None
-        self._measured: tuple[weakref.ref[PreTrainedModel], float] | None = None
-        # Seconds per token of the latest call in parallel, and of the latest in turn, with this target.
-        self._paces: tuple[weakref.ref[PreTrainedModel], dict[bool, float]] | None = None
         self.post_init()
 
     @classmethod
@@ -417,42 +405,21 @@ class SpecBranchDrafter(PretrainedDrafter):
             return ()
         return last_layers(model, self.config.num_feature_layers)
 
-    def speed_ratio_of(self, model: PreTrainedModel) -> float | None:
-        """The ratio c = T_p / T_q with a target: the option, or what was measured; None before.
-
-        It is stored across calls, so that draft lengths, and samples, are repeatable.
-        """
-        if self.options.speed_ratio is None and self._measured is not None and self._measured[0]() is model:
-            return self._measured[1]
-        return self.options.speed_ratio
-
-    def keep_speed_ratio(self, model: PreTrainedModel, ratio: float) -> None:
-        """Stores what was measured with a target."""
-        self._measured = weakref.ref(model), ratio
-
     def runs_parallel(self, model: PreTrainedModel) -> bool:
         """Whether the next call with a target drafts while it verifies: the option, or what was faster."""
         if self.options.parallel != "auto":
             return self.options.parallel
         if self.draft_model is None or home_of(model.get_input_embeddings()) != self.draft_model.device:
             return True
-        paces = self._paces[1] if self._paces is not None and self._paces[0]() is model else {}
+        paces = self.known_of(model).get("paces", {})
         return next((way for way in (True, False) if way not in paces), min(paces, key=paces.__getitem__, default=True))
 
     def keep_pace(self, model: PreTrainedModel, parallel: bool, seconds_per_token: float) -> None:
-        """Stores how fast a call was."""
-        if self._paces is None or self._paces[0]() is not model:
-            self._paces = weakref.ref(model), {}
-        self._paces[1][parallel] = seconds_per_token
+        """Stores how fast the latest call with a target was, in parallel or in turn."""
+        self.known_of(model).setdefault("paces", {})[parallel] = seconds_per_token
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return SpecBranchGenerator(self, target)
-
-    def card_summary(self) -> str:
-        return (
-            "SpecBranch: a draft model that drafts the next branches while the target verifies the current ones, and "
-            "H-RAD, a small network on the target's hidden states that predicts how much of a draft will be accepted."
-        )
 
     def card_facts(self) -> dict[str, str]:
         config = self.config

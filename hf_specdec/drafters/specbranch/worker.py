@@ -63,9 +63,9 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.threads_before: int | None = None
         self.speed_ratio = 0.0  # c = T_p / T_q
         self.emitted: list[list[int]] = []
-        self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
+        self.last: Committed  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
-        self.chains: Chains | None = None
+        self.chains: Chains  # of the latest draft
         self.has_drafted = False  # in this round
         self.embeddings: Any = target.model.get_input_embeddings()
         self.device = home_of(self.embeddings)  # an offloaded model says "meta"
@@ -102,7 +102,6 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def _start(self, context: DraftContext) -> None:
         options, draft_model = self.options, self.drafter.draft_model
         assert draft_model is not None, "check_target requires it"
-        assert self.last is not None, "the prefill has been observed"
         branches = options.k_max if self.parallel else 1
         plan = DraftingPlan(
             most_tokens=options.depth,
@@ -124,10 +123,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
                 self._share_cores()
         self.emitted = [[] for _ in context.texts]
         self._call(drafting.start, context.texts, self.target.text_mask(min(context.lengths) - 1), seed)
-        ratio = self.drafter.speed_ratio_of(self.target.model)
+        known, ratio = self.drafter.known_of(self.target.model), options.speed_ratio
         if ratio is None:
-            ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
-            self.drafter.keep_speed_ratio(self.target.model, ratio)
+            if "speed ratio" not in known:  # measured once, so that draft lengths, and samples, are repeatable
+                seconds = self._seconds_per_verification(context)
+                known["speed ratio"] = seconds / self._call(drafting.seconds_per_forward)
+            ratio = known["speed ratio"]
         self.speed_ratio = ratio
         # No longer than c, rounded down, so that drafting takes no longer than verification.
         drafting.plan = replace(plan, most_tokens=max(1, min(plan.most_tokens, int(ratio))))
@@ -158,7 +159,6 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             rows = [row for row in rows if context.active[row] and chosen[row] is None]
         kinds: dict[int, int] = {}
         if rows:
-            assert self.last is not None, "the prefill has been observed"
             features, index = last_features(self.last), from_host(rows, context.root_ids.device)
             root_ids = context.root_ids[index]
             found_kinds = self.drafter.predict(features[index.to(features.device)], root_ids, self.embeddings)
@@ -197,7 +197,6 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         draft_probs = self._to_target_device(branches.draft_probs)
         if draft_probs is None:
             return None
-        assert self.chains is not None
         most, device = draft_probs.shape[1], draft_probs.device
         candidates, lengths = branches.candidates, [len(tokens) for tokens in self.chains.tokens]
         counts = [len(tokens) if length < num_nodes else 0 for tokens, length in zip(candidates, lengths, strict=True)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,20 +21,14 @@ def own_layout(family: str, config_class: Any, keys: Section | None = None, **pa
 
     Args:
         family: its name.
-        config_class: its config class; the layout's keys are the arguments of its `__init__` and of those of its bases.
+        config_class: its config class; the layout's keys are its fields.
         keys: the keys where they do not follow from the config class, such as nested ones.
         parts: other attributes of the `Format`.
     """
-    own = [base for base in config_class.__mro__ if "__init__" in vars(base) and not _of_the_host(base)]
-    arguments = {name for base in own for name in inspect.signature(base.__init__).parameters} - {"self", "kwargs"}
-    arguments |= {field.name for field in dataclasses.fields(config_class)} - HOST
+    arguments = {field.name for field in dataclasses.fields(config_class)} - HOST
     if keys is None and "num_attention_heads" in arguments:
         keys = decoder(*arguments, *OURS)
     return Format(family, family, as_it_is, keys or Section(OURS.union(arguments), HOST), **parts)
-
-
-def _of_the_host(kind: type) -> bool:
-    return kind is object or kind.__module__.startswith("transformers.")
 
 
 def find_own_layout(config: Config, name: str, registered: Iterable[Format]) -> Format | None:
