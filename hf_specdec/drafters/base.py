@@ -156,7 +156,7 @@ class Drafter(ABC):
 
         Measured times and probabilities are shared by all calls with this target and this number of rows.
         """
-        if not self.options.pauses or _ALWAYS_DRAFTING.get():
+        if not self.options.pauses or ALWAYS_DRAFTING.get():
             return Always()
         return AutoBudget(self.known_of(model).setdefault((self.method, batch), BudgetKnowledge()), stats)
 
@@ -215,15 +215,15 @@ class WrappingDrafter(Drafter):
 
 @contextmanager
 def always_drafting() -> Iterator[None]:
-    """In this context, all rounds draft complete trees, whatever the options say: for checks and measurements."""
-    before = _ALWAYS_DRAFTING.set(True)
+    """In this context, all rounds draft complete trees, with all sources, whatever the options say and a clock shows."""
+    before = ALWAYS_DRAFTING.set(True)
     try:
         yield
     finally:
-        _ALWAYS_DRAFTING.reset(before)
+        ALWAYS_DRAFTING.reset(before)
 
 
-_ALWAYS_DRAFTING: ContextVar[bool] = ContextVar("always_drafting", default=False)
+ALWAYS_DRAFTING: ContextVar[bool] = ContextVar("always_drafting", default=False)
 
 
 def check_is_drafter(given: object, order: str = "") -> None:

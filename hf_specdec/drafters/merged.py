@@ -24,7 +24,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter, WrappingDrafter, check_is_drafter
+from hf_specdec.drafters.base import ALWAYS_DRAFTING, Drafter, WrappingDrafter, check_is_drafter
 from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
@@ -223,9 +223,12 @@ class MergedGenerator(TreeCandidateGenerator):
         self.trees = [None for _ in self.sources]
         gains = self.knowledge.gains
         expected = 0.0
-        for index in sorted(range(len(self.sources)), key=lambda index: gains[index].seconds):
+        order = list(range(len(self.sources)))
+        if by_the_clock := not ALWAYS_DRAFTING.get():
+            order.sort(key=lambda index: gains[index].seconds)
+        for index in order:
             # Every source drafts once per call, because a new text may be of another kind.
-            if not gains[index].should_draft(expected) and self.counts[index].num_drafts:
+            if by_the_clock and not gains[index].should_draft(expected) and self.counts[index].num_drafts:
                 continue
             start = time.perf_counter()
             self.trees[index] = tree = self.sources[index].draft(greedy)
