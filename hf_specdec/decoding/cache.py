@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, L
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent, LayerStates
+from hf_specdec.decoding.layers.base import Extent
 from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS, own_layer
 from hf_specdec.decoding.layers.recurrent import Recurrent
@@ -133,8 +133,7 @@ class TreeCache(Cache):
         """
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()
-        for states in self._stored:
-            states.begin_rounds(capacity, contiguous=contiguous)
+        self.entries.begin_rounds(capacity, contiguous=contiguous)
         self._set_lengths([length] * (self.entries if self.entries.layers else self.recurrent).batch)
 
     # Lengths of the rows.
@@ -187,9 +186,8 @@ class TreeCache(Cache):
         return max(layer.seen for layer in self.recurrent.layers)
 
     @property
-    def _stored(self) -> tuple[LayerStates, ...]:
-        stored: tuple[LayerStates, ...] = (self.entries, self.recurrent)
-        return tuple(states for states in stored if states.layers)
+    def _stored(self) -> list[Entries | Recurrent]:
+        return [states for states in (self.entries, self.recurrent) if states.layers]
 
     @property
     def has_dummies(self) -> bool:
@@ -304,8 +302,7 @@ class TreeCache(Cache):
         start = self.node_start + count
         if count:
             self.commit_first(Counts.of([count] * self.batch, self.device))
-            for states in self._stored:
-                states.carry_over(count)
+            self.recurrent.apply_commit(count)
             self._extent.nodes_at = None if start == self.longest else start
 
     def regroup(self, kept: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]) -> None:
@@ -331,7 +328,7 @@ class TreeCache(Cache):
             if any(kept):
                 counts = from_host(list(map(len, kept)), self.device)
                 self.recurrent.commit(_padded(kept, self.device), self.lengths, counts)
-            self.recurrent.carry_over(_padded(carried, self.device))
+            self.recurrent.apply_commit(_padded(carried, self.device))
         self._set_lengths(row_lengths)
         self._extent.written = most
 

@@ -9,28 +9,30 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def once_per_model(find: Callable[[Any], T], state: Callable[[Any], Hashable] = type) -> Callable[[Any], T]:
+def once_per_model(find: Callable[P, T], state: Callable[[Any], Hashable] = type) -> Callable[P, T]:
     """Caches the result of `find` per model; the result must not refer to the model itself.
 
     Args:
-        find: computes it.
+        find: computes it from a model and perhaps other arguments, which are hashable and not passed by name.
         state: of a model, for results that are others in other states of it.
     """
     found: weakref.WeakKeyDictionary[Any, dict[Hashable, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(find)
-    def cached(model: Any) -> T:
-        of_model, now = found.setdefault(model, {}), state(model)
+    def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+        model, *others = args
+        of_model, now = found.setdefault(model, {}), (state(model), *others)
         if now not in of_model:
-            of_model[now] = find(model)
+            of_model[now] = find(*args, **kwargs)
         return of_model[now]
 
     return cached

@@ -48,14 +48,14 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
     """
     trouble = _why_no_trees(model)
     if trouble is None and padded and not host.looks_attention_up(model):
-        trouble = _why_no_padded_trees(model)
+        trouble = _why_no_trees(model, PADDING)
     if trouble is not None:
         raise TreesRefusedError(trouble)
 
 
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
-    return _why_no_chains(model) or (_why_no_padded_chains(model) if padded else None)
+    return _why_no_chains(model) or (_why_no_chains(model, PADDING) if padded else None)
 
 
 def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False) -> str | None:
@@ -66,23 +66,16 @@ def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False
         rows: of the batch.
         padded: whether prompts have left padding.
     """
-    trouble = same_bits.why_not(model) or _why_no_same_bits(model) or (_why_no_padded_bits(model) if padded else None)
+    trouble = same_bits.why_not(model) or _why_other_bits(model)
+    if trouble is None and padded:
+        trouble = _why_other_bits(model, PADDING)
     if trouble is None and same_bits.most_rows(model) < 2 * rows:
         return f"with this target and processor, at most {same_bits.most_rows(model)} rows and nodes get them at once"
     return trouble
 
 
 @functools.partial(once_per_model, state=products_of)
-def _why_no_same_bits(model: PreTrainedModel) -> str | None:
-    return _compare_bits(model, 0)
-
-
-@functools.partial(once_per_model, state=products_of)
-def _why_no_padded_bits(model: PreTrainedModel) -> str | None:
-    return _compare_bits(model, PADDING)
-
-
-def _compare_bits(model: PreTrainedModel, padding: int) -> str | None:
+def _why_other_bits(model: PreTrainedModel, padding: int = 0) -> str | None:
     with undisturbed(model):
         if torch.equal(_tree(model, padding, same_bits=True), _plain_tree(model, padding)):
             return None
@@ -97,21 +90,16 @@ def _needs_trial(model: PreTrainedModel) -> bool:
 
 
 @once_per_model
-def _why_no_trees(model: PreTrainedModel) -> str | None:
+def _why_no_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     """Why trees do not work; None if they do, possibly with layers that step from node to node."""
-    trouble = _compare_trees(model) if _needs_trial(model) else None
-    if trouble is None or not keeps_states(model):
+    trouble = _compare_trees(model, padding) if padding or _needs_trial(model) else None
+    if trouble is None or padding or not keeps_states(model):
         return trouble
     STEPPED.add(model)
     if _compare_trees(model) is None:
         return None
     STEPPED.discard(model)
     return trouble
-
-
-@once_per_model
-def _why_no_padded_trees(model: PreTrainedModel) -> str | None:
-    return _compare_trees(model, PADDING)
 
 
 def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
@@ -132,16 +120,7 @@ def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
 
 
 @once_per_model
-def _why_no_chains(model: PreTrainedModel) -> str | None:
-    return _compare_chains(model)
-
-
-@once_per_model
-def _why_no_padded_chains(model: PreTrainedModel) -> str | None:
-    return _compare_chains(model, PADDING)
-
-
-def _compare_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
+def _why_no_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
         with undisturbed(model):
             tokens = _tokens(model)[1]
