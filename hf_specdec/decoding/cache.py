@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, L
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent
-from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
+from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer, Extent
 from hf_specdec.decoding.layers.kinds import KINDS, own_layer
 from hf_specdec.decoding.layers.recurrent import Recurrent
 from hf_specdec.decoding.state import Counts
@@ -352,15 +351,6 @@ class TreeCache(Cache):
         """A copy of a row's committed entries, for `put_rows`."""
         length = self.row_lengths[row]
         return length, [states.take_row(row, length) for states in self._stored]
-
-    def take_states(self, row: int) -> Any:
-        """A copy of a row's states, for `return_to`."""
-        return self.recurrent.take_row(row, self.row_lengths[row])
-
-    def return_to(self, row: int, length: int, states: Any) -> None:
-        """Restores a row to `length` entries and these states."""
-        self.recurrent.return_to(row, states)
-        self._set_lengths([length if index == row else each for index, each in enumerate(self.row_lengths)])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order. Called between rounds."""

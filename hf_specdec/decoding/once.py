@@ -49,7 +49,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Data that a call has left there is restored at the end. Functions are not, because other threads may swap them.
     """
-    before = [(attributes, dict(attributes)) for module in model.modules() for attributes in _data(module)]
+    data = [each for module in model.modules() for each in (module.__dict__, module.__dict__["_buffers"])]
+    before = [(attributes, dict(attributes)) for attributes in data]
     try:
         yield
     finally:
@@ -60,7 +61,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for name, value in earlier.items():
                 if attributes.get(name, before) is not value and not callable(value):
                     attributes[name] = value
-
-
-def _data(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module.__dict__, module.__dict__["_buffers"]

@@ -10,8 +10,6 @@ whose author knows better says so by an attribute `keeps_no_state = True`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from transformers import LogitsProcessorList, StoppingCriteriaList, generation
 
 # They depend on the logits only: one call can process all nodes of a tree.
@@ -61,16 +59,17 @@ CRITERIA = ON_HOST | {generation.StopStringCriteria}
 def user_code(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all processors and criteria that are not known to be stateless."""
     known = ((logits_processor, PREFIX_FREE | READS_PREFIX), (stopping_criteria, CRITERIA))
-    return [_name(each) for objects, classes in known for each in objects if not _is_known(each, classes)]
+    return [
+        _name(each)
+        for objects, classes in known
+        for each in objects
+        if type(each) not in classes and getattr(each, "keeps_no_state", False) is not True
+    ]
 
 
 def late_criteria(stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all criteria whose result is not known from a token, its position and the time."""
     return [_name(each) for each in stopping_criteria if type(each) not in ON_HOST]
-
-
-def _is_known(each: object, classes: Collection[type]) -> bool:
-    return type(each) in classes or getattr(each, "keeps_no_state", False) is True
 
 
 def _name(function: object) -> str:

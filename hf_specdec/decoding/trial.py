@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import MaxLengthCriteria
 
 from hf_specdec.decoding import host, same_bits
-from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
@@ -112,10 +112,11 @@ def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     apart = _apart(model, found, plain)
     if apart is None:
         return None
+    layers = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
     return (
         f"In a trial{' with left padding' if padding else ''}, a draft tree got logits from target {name} that differ "
         f"by {apart:.3g} from those of plain decoding (up to {plain.abs().max():.3g}), so one of its layers "
-        f"({', '.join(_layer_classes(model))}) is not supported"
+        f"({', '.join(layers)}) is not supported"
     )
 
 
@@ -141,11 +142,6 @@ def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None
     apart, exact = (found - plain).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
     wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * plain.abs().max())
     return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
-
-
-def _layer_classes(model: PreTrainedModel) -> list[str]:
-    """Classes of the modules with a layer of the cache, which have the attribute `layer_idx`."""
-    return sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
 
 
 def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,11 +233,5 @@ class _Script(TreeCandidateGenerator):
             drafts[-1] = self.tokens[0]
         return torch.cat([input_ids, drafts.unsqueeze(0)], 1), None
 
-    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to learn."""
-
     def draft(self, context: DraftContext) -> DraftTree:
         raise NotImplementedError("used in the host's loop only")
-
-    def observe(self, committed: Committed) -> None:
-        """Nothing to observe."""

@@ -11,15 +11,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdec.decoding.graphs import Workspace
-from hf_specdec.decoding.layers.base import Extent
 from hf_specdec.decoding.tree import from_host
 
 GROWTH = 256  # least entries added when a row outgrows its capacity; long rows grow by a quarter
 SLAB_BYTES = 1 << 28  # of one buffer, if it is of several layers: while it is filled, these are stored twice
+
+
+class Extent:
+    """The lengths that a cache shares with its layers.
+
+    Layers do not refer to the cache itself: the reference cycle would delay freeing its memory until a garbage
+    collection.
+
+    Attributes:
+        longest: entries of the longest row; None during the prefill.
+        nodes_at: entry of the round's first node, if not directly after the longest row.
+        written: nodes of the current round that earlier forwards have written.
+    """
+
+    def __init__(self) -> None:
+        self.longest: int | None = None
+        self.nodes_at: int | None = None
+        self.written = 0
+
+    @property
+    def node_start(self) -> int:
+        """The entry of a round's first node."""
+        assert self.longest is not None, "the cache is still in its prefill phase"
+        return self.longest if self.nodes_at is None else self.nodes_at
 
 
 class EntriesLayer(CacheLayerMixin):
@@ -68,8 +91,8 @@ class EntriesLayer(CacheLayerMixin):
             self.dropped = source.get_seq_length() - source.keys.shape[2]
             padding = (0, 0, self.dropped, 0)
             self.lazy_initialization(source.keys, source.values)
-            self.keys = torch.nn.functional.pad(source.keys, padding)
-            self.values = torch.nn.functional.pad(source.values, padding)
+            self.keys = nn.functional.pad(source.keys, padding)
+            self.values = nn.functional.pad(source.values, padding)
 
     def hand_back_more(self, layer: Any, length: int) -> None:
         """Writes what has an entry per token besides keys and values to a layer of the caller's cache."""
@@ -253,17 +276,12 @@ class Entries:
 
     def put_rows(self, saved: dict[int, list[list[Tensor]]], longest: int) -> None:
         """Inserts rows saved by `take_row`; each key is the row's index in the resulting batch."""
-        batch = self.batch + len(saved)
-        own = [row for row in range(batch) if row not in saved]
 
         def joined(stored: Tensor, index: tuple[int, int]) -> Tensor:
-            layer, part = index
-            everything = stored.new_zeros(batch, stored.shape[1], longest, stored.shape[3])
-            everything[own, :, : min(longest, stored.shape[2])] = stored[:, :, :longest]
-            for row, entries in saved.items():
-                kept = entries[layer][part]
-                everything[row, :, : kept.shape[1]] = kept
-            return everything
+            (layer, part), own = index, iter(stored[:, :, :longest])
+            batch = len(stored) + len(saved)
+            rows = [saved[row][layer][part] if row in saved else next(own) for row in range(batch)]
+            return torch.stack([nn.functional.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows])
 
         self._replace(longest, joined)
 

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import cache_utils
 
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent
-from hf_specdec.decoding.layers.entries import EntriesLayer, IndexedLayer
+from hf_specdec.decoding.layers.entries import EntriesLayer, Extent, IndexedLayer
 from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
 
 # Class of the host's layer -> class of ours; None for layers that store nothing.

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from hf_specdec.decoding.layers.base import Extent
-from hf_specdec.decoding.layers.entries import EntriesLayer
+from hf_specdec.decoding.layers.entries import EntriesLayer, Extent
 from hf_specdec.decoding.layers.nodes import current_nodes
 from hf_specdec.decoding.tree import from_host, pick
 
@@ -200,8 +199,7 @@ class HybridLayer(RecurrentLayer, EntriesLayer):
         EntriesLayer.load_from(self, source)
         RecurrentLayer.load_from(self, source)
 
-    def get_max_length(self) -> int:
-        return -1
+    get_max_length = EntriesLayer.get_max_length
 
 
 class Recurrent:
@@ -262,13 +260,6 @@ class Recurrent:
     def take_row(self, row: int, length: int) -> list[list[Tensor]]:
         self.apply_commit()
         return [[kind[index][row].clone() for kind, index in layer.states()] for layer in self.layers]
-
-    def return_to(self, row: int, states: list[list[Tensor]]) -> None:
-        """Restores the states of a row from `take_row`."""
-        self.apply_commit()
-        for layer, kept in zip(self.layers, states, strict=True):
-            for (kind, index), state in zip(layer.states(), kept, strict=True):
-                kind[index] = kind[index].index_copy(0, from_host([row], layer.device), state.unsqueeze(0))
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         self.apply_commit()
