@@ -131,7 +131,8 @@ class Verdict:
     @classmethod
     def on_host(cls, tree: DraftTree, path: list[list[int]], tokens: list[list[int]], nan: list[bool]) -> Verdict:
         """The verdict that the host has found: per row the accepted nodes, and the token chosen after each of them."""
-        steps, device = max(1, *map(len, path)), tree.token_ids.device
+        steps, home = max(1, *map(len, path)), tree.token_ids.device
+        device = None if abilities(home).host_memory else home  # in every round of a CPU
         host = HostVerdict(
             tokens=tokens,
             num_drafted=[sum(row) - 1 for row in tree.valid.tolist()],

@@ -63,9 +63,9 @@ class RoundTimes:
         else:
             seen = self._drafted.setdefault(draft_size(nodes), deque(maxlen=9))
             seen.append((nodes, seconds))
-            median = statistics.median_low(seconds for _, seconds in seen)
-            self._points[draft_size(nodes)] = (statistics.fmean(nodes for nodes, _ in seen), median, len(seen))
-        if self._points:
+            median, count = sorted(seconds for _, seconds in seen)[(len(seen) - 1) // 2], len(seen)
+            self._points[draft_size(nodes)] = (sum(nodes for nodes, _ in seen) / count, median, count)
+        if len(self._points) == 1 or (nodes and self._points):  # several points do not depend on skipped rounds
             self.line = self._fit()
 
     @property
