@@ -213,6 +213,7 @@ class Acceptor:
         self.keep_scores = keep_scores
         self.lockstep = lockstep
         self.noise: PositionNoise | None = None  # of a sampling call, from its first choice on
+        self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
         readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
         self.prefix_free, self.on_host = not readers, abilities(torch.device(device)).host_memory
@@ -293,12 +294,21 @@ class Acceptor:
             nodes = torch.arange(tree.num_nodes, device=logits.device).unsqueeze(0)
             choices = coupled_choices(logits, *_drafts_after(tree, rows, nodes))
         else:
-            noise = None if self.noise is None else self.noise.at_nodes(tree, logits.shape[-1])
-            choices = _choose(logits, noise)
+            if self.noise is not None:
+                self._noise_here = self.noise.at_nodes(tree, logits.shape[-1])
+            choices = self._choose(logits)
         if drawn is not None:
             leaf = (rows[:, 0], drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
         return choices
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise taken for it."""
+        noise, self._noise_here = self._noise_here, None  # as large as `scores`
+        if noise is None:
+            return scores.argmax(-1)
+        best = (scores + noise).max(-1)
+        return best.indices.masked_fill(~best.values.isfinite(), NO_DISTRIBUTION)
 
     def _step_by_step(
         self,
@@ -438,23 +448,14 @@ class Acceptor:
         if self.do_sample and tree.draft_probs is not None:
             chosen = coupled_choices(scores, *_drafts_after(tree, index, node[index]))
         else:
-            here = None
             if self.noise is not None:
-                here = self.noise.at(index, self.noise.position[index] + depth, scores.shape[-1])
-            chosen = _choose(scores, here)
+                self._noise_here = self.noise.at(index, self.noise.position[index] + depth, scores.shape[-1])
+            chosen = self._choose(scores)
         if drawn is not None:
             at_leaf = [place for place, row in enumerate(rows) if int(node[row]) == int(drawn.nodes[row])]
             if at_leaf:
                 chosen[at_leaf] = coupled_choices(scores[at_leaf], *drawn.at([rows[place] for place in at_leaf]))
         return chosen
-
-
-def _choose(scores: Tensor, noise: Tensor | None) -> Tensor:
-    """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise of its place."""
-    if noise is None:
-        return scores.argmax(-1)
-    best = (scores + noise).max(-1)
-    return best.indices.masked_fill(~best.values.isfinite(), NO_DISTRIBUTION)
 
 
 def _children(tree: DraftTree, node: Tensor, chosen: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor]:
