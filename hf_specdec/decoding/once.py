@@ -17,6 +17,9 @@ from torch import nn
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# What a forward may raise that a model does not allow.
+REFUSED_RUN = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
 
 def once_per_model(find: Callable[P, T], state: Callable[[Any], Hashable] = type) -> Callable[P, T]:
     """Caches the result of `find` per model; the result must not refer to the model itself.

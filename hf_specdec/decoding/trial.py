@@ -24,7 +24,7 @@ from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model, products_of, undisturbed
+from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, products_of, undisturbed
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -107,7 +107,7 @@ def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
         with undisturbed(model):
             found, plain = _tree(model, padding), _plain_tree(model, padding)
-    except _WRONG as error:
+    except REFUSED_RUN as error:
         return f"In a trial, the layers of target {name} could not be run on a draft tree: {error}"
     apart = _apart(model, found, plain)
     if apart is None:
@@ -126,15 +126,12 @@ def _why_no_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
         with undisturbed(model):
             tokens = _tokens(model)[1]
             found, plain = _forced(model, tokens, padding, drafted=True), _forced(model, tokens, padding)
-    except _WRONG as error:
+    except REFUSED_RUN as error:
         return f"in a trial, several tokens in one forward after cached ones failed: {error}"
     apart = _apart(model, found, plain)
     if apart is None:
         return None
     return f"in a trial, several tokens in one forward after cached ones got logits that differ by {apart:.3g}"
-
-
-_WRONG = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None:
