@@ -1,8 +1,8 @@
 """Aurora: a drafter is trained in another process on the rounds that are served, and its weights are swapped in.
 
-    with AuroraDrafter(target, drafter, "rounds") as served:  # beside `python -m hf_specdec.adaptation.aurora_trainer`
-        for inputs in stream:
-            output = target.generate(**inputs, assistant_model=served)
+    served = AuroraDrafter(target, drafter, "rounds")  # beside `python -m hf_specdec.adaptation.aurora_trainer`
+    for inputs in stream:
+        output = target.generate(**inputs, assistant_model=served)
 
 The serving process writes each text that it has served into a folder: the tokens, the target's states that the drafter
 reads, the input of the target's head, from which its logits over any draft vocabulary follow, and the drafts that were
@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.adaptation.learner import batch_of, copy_weights
 from hf_specdec.adaptation.learning_drafter import LearningDrafter, recipe_for
+from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.adaptation.recording import RefusalRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
@@ -84,7 +85,6 @@ class RoundsFolder:
         self.path, self.max_bytes = Path(path), max_bytes
         self.path.mkdir(parents=True, exist_ok=True)
         self.texts = deque((file, file.stat().st_size) for file in self.files("text"))
-        self.num_bytes = sum(size for _, size in self.texts)
 
     def files(self, kind: str) -> list[Path]:
         """The files of "text" or "weights", the oldest first."""
@@ -104,11 +104,9 @@ class RoundsFolder:
         last = self.texts[-1][0] if self.texts else None
         file = self.add("text", last, tensors, first_anchor=str(row["first_anchor"]))
         self.texts.append((file, file.stat().st_size))
-        self.num_bytes += self.texts[-1][1]
-        while len(self.texts) > 1 and self.num_bytes > self.max_bytes:
-            oldest, size = self.texts.popleft()
+        while len(self.texts) > 1 and sum(size for _, size in self.texts) > self.max_bytes:
+            oldest, _ = self.texts.popleft()
             oldest.unlink(missing_ok=True)
-            self.num_bytes -= size
 
     def read_text(self, file: Path) -> dict[str, Any] | None:
         """A recorded text; None if it has been deleted meanwhile."""
@@ -186,9 +184,7 @@ class AuroraDrafter(LearningDrafter):
         replayed: int = 16,
     ) -> None:
         super().__init__(target, drafter)
-        for name, value in (("max_bytes", max_bytes), ("replay_every", replay_every), ("replayed", replayed)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be at least 1.")
+        check_at_least(1, max_bytes=max_bytes, replay_every=replay_every, replayed=replayed)
         further = recipe_for(self.drafter, "further")
         self.folder, self.replay_every = RoundsFolder(folder, max_bytes), replay_every
         self.published = copy.deepcopy(self.drafter).eval()

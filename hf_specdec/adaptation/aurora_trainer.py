@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.adaptation.aurora import MAX_POSITIONS, RoundsFolder
-from hf_specdec.adaptation.learner import batch_of, copy_weights
+from hf_specdec.adaptation.learner import batch_of, copy_weights, gradient_step, new_optimizer, weights_of
 from hf_specdec.adaptation.learning_drafter import recipe_for
+from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 
 __all__ = ["AuroraTrainer", "main"]
@@ -81,9 +82,7 @@ class AuroraTrainer:
         fresh: int = 8,
         seed: int = 0,
     ) -> None:
-        for name, value in (("steps", steps), ("batch_size", batch_size), ("fresh", fresh)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be at least 1.")
+        check_at_least(1, steps=steps, batch_size=batch_size, fresh=fresh)
         if not 0 < learning_rate < math.inf:
             raise ValueError(f"learning_rate={learning_rate!r} must be a finite number above 0.")
         self.drafter = drafter.float().train()
@@ -94,7 +93,7 @@ class AuroraTrainer:
         torch.manual_seed(seed)
         self.texts: dict[str, dict[str, Any]] = {}  # by file, the oldest first
         self.unseen = 0
-        self.serving = self._weights()  # the last ones that served
+        self.serving = weights_of(drafter)  # the last ones that served
         self.published: dict[int, list[Tensor]] = {}  # those that may come to serve
         self.heeded = 0  # the publication of the last verdict
         self.optimizer = self._new_optimizer()
@@ -108,7 +107,7 @@ class AuroraTrainer:
         newest = list(self.texts.values())[-max(self.unseen, self.batch_size // 2) :]
         self.unseen = 0
         losses = [self._step(newest) for _ in range(self.steps)]
-        weights = self._weights()
+        weights = weights_of(self.drafter)
         if not all(map(math.isfinite, losses)) or not all(bool(each.isfinite().all()) for each in weights):
             self._go_back()
             return None
@@ -132,10 +131,7 @@ class AuroraTrainer:
             list(self.texts.values()), k=self.batch_size - half
         )
         loss = self.step(self.drafter, batch_of(rows, MAX_POSITIONS, self.drafter.device), training=True).loss
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        self.optimizer.step()
+        gradient_step(self.drafter, self.optimizer, loss)
         return loss.item()
 
     def _heed_verdict(self) -> None:
@@ -152,11 +148,8 @@ class AuroraTrainer:
         copy_weights(self.serving, self.drafter)
         self.optimizer = self._new_optimizer()
 
-    def _weights(self) -> list[Tensor]:
-        return [each.detach().clone() for each in self.drafter.parameters()]
-
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.drafter.parameters(), lr=self.learning_rate, weight_decay=0.0)
+        return new_optimizer(self.drafter, self.learning_rate)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from hf_specdec.adaptation.learner import Learner, Update
 from hf_specdec.adaptation.learning_drafter import LearningDrafter, recipe_for
-from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult
+from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult, check_at_least
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.policies import Always, Limited
+from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -123,14 +123,9 @@ class AdaptiveDrafter(LearningDrafter):
     ) -> None:
         self.policy = CostAwareBandit() if policy is None else policy
         self.fail_safe = FailSafe() if fail_safe is None else fail_safe
-        for name, value, least in (
-            ("learning_rate", learning_rate, 0),
-            ("kl_weight", kl_weight, 0),
-            ("steps_per_update", steps_per_update, 1),
-            ("max_positions", max_positions, 8),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value!r} must be at least {least}.")
+        check_at_least(0, learning_rate=learning_rate, kl_weight=kl_weight)
+        check_at_least(1, steps_per_update=steps_per_update)
+        check_at_least(8, max_positions=max_positions)
         super().__init__(target, drafter)
         target, drafter = self.target, self.drafter
         adapting = recipe_for(drafter, "adapting")
@@ -144,7 +139,7 @@ class AdaptiveDrafter(LearningDrafter):
 
     def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
         """Drafts in every round, since it learns from the drafts; `tree_budget="auto"` is `AUTO_NODES` here."""
-        return Limited(Always(), AUTO_NODES, None) if self.options.pauses else Always()
+        return Always(AUTO_NODES if self.options.pauses else None)
 
     def check_target(self, model: PreTrainedModel) -> None:
         super().check_target(model)

@@ -77,8 +77,8 @@ class Learner:
         self.step.generator = torch.Generator().manual_seed(seed)
         self.kl_weight, self.learning_rate = kl_weight, learning_rate
         self.steps_per_update, self.max_positions = steps_per_update, max_positions
-        self.optimizer = self._new_optimizer()
-        self.good = self.candidate = self._weights_of(serving)
+        self.optimizer = new_optimizer(self.learning, self.learning_rate)
+        self.good = self.candidate = weights_of(serving)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter update")
         self._running: Future[Update] | None = None
         self._stream = torch.cuda.Stream(serving.device) if serving.device.type == "cuda" else None
@@ -121,13 +121,13 @@ class Learner:
             update = running.result()
         except Exception as error:
             # Undoes the gradient steps before the error.
-            copy_weights(_tensors_of(self.serving), self.learning)
-            self.optimizer = self._new_optimizer()
+            copy_weights(self.serving.parameters(), self.learning)
+            self.optimizer = new_optimizer(self.learning, self.learning_rate)
             raise RuntimeError(
                 f"An update of the drafter failed: {type(error).__name__}: {error}. The drafter keeps its earlier "
                 "weights; to continue without adaptation, pass the drafter itself as assistant_model."
             ) from error
-        copy_weights(_tensors_of(self.learning), self.serving)
+        copy_weights(self.learning.parameters(), self.serving)
         return update
 
     def mark_good(self) -> None:
@@ -136,7 +136,7 @@ class Learner:
         The weights at the end of the previous good window become the good ones, because they have served since. The
         present weights may come from an update after the last query of this window; they are the next candidate.
         """
-        self.good, self.candidate = self.candidate, self._weights_of(self.serving)
+        self.good, self.candidate = self.candidate, weights_of(self.serving)
 
     def revert(self) -> None:
         """Restores the last good weights of both copies and resets the optimizer.
@@ -148,7 +148,7 @@ class Learner:
         for model in (self.serving, self.learning):
             copy_weights(self.good, model)
         self.candidate = self.good
-        self.optimizer = self._new_optimizer()
+        self.optimizer = new_optimizer(self.learning, self.learning_rate)
 
     def close(self) -> Update | None:
         """Waits for a running update, swaps its weights and ends the thread; raises as `swap` does."""
@@ -156,13 +156,6 @@ class Learner:
             return self.swap(wait=True)
         finally:
             self._thread.shutdown()
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.learning.parameters(), lr=self.learning_rate, weight_decay=0.0)
-
-    @staticmethod
-    def _weights_of(model: PretrainedDrafter) -> list[Tensor]:
-        return [tensor.detach().clone() for tensor in _tensors_of(model)]
 
     def _update(self, action: Action, queries: list[Query]) -> Update:
         """Runs in the thread: the gradient steps of one update.
@@ -193,12 +186,8 @@ class Learner:
                     f"at gradient step {number + 1} of {self.steps_per_update} the loss is {found[-1][0]} and the "
                     f"divergence from the drafter before the adaptation {found[-1][1]}"
                 )
-            self.optimizer.zero_grad()
-            (loss + self.kl_weight * divergence).backward()
-            torch.nn.utils.clip_grad_norm_(self.learning.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        pairs = zip(_tensors_of(self.serving), _tensors_of(self.learning), strict=True)
+            gradient_step(self.learning, self.optimizer, loss + self.kl_weight * divergence)
+        pairs = zip(self.serving.parameters(), self.learning.parameters(), strict=True)
         if not torch.stack([learned.to(own.dtype).isfinite().all() for own, learned in pairs]).all():
             raise FloatingPointError("weights are not finite after the last gradient step")
         return found[0]
@@ -246,12 +235,27 @@ def batch_of(rows: Iterable[Mapping[str, Any]], max_positions: int, device: torc
     return {name: column.to(device) for name, column in collate(parts).items()}
 
 
-def _tensors_of(model: PretrainedDrafter) -> list[Tensor]:
-    return list(model.parameters())
+def new_optimizer(model: PretrainedDrafter, learning_rate: float) -> torch.optim.Optimizer:
+    """For the updates of a drafter; both ways of learning use it."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+
+
+def gradient_step(model: PretrainedDrafter, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of the optimizer, with a gradient of norm 1 at most; leaves no gradients."""
+    optimizer.zero_grad()  # of a step that failed
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights_of(model: PretrainedDrafter) -> list[Tensor]:
+    """Copies of a drafter's parameters, in their order."""
+    return [each.detach().clone() for each in model.parameters()]
 
 
 @torch.no_grad()
 def copy_weights(tensors: Iterable[Tensor], model: PretrainedDrafter) -> None:
     """Writes values into a drafter's parameters, in their order; captured forwards read the same memory."""
-    for own, other in zip(_tensors_of(model), tensors, strict=True):
+    for own, other in zip(model.parameters(), tensors, strict=True):
         own.copy_(other)

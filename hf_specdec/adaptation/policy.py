@@ -79,7 +79,7 @@ class AlwaysUpdate(Policy):
     buffer_queries: int = 8
 
     def __post_init__(self) -> None:
-        _check_at_least(self, buffer_queries=1)
+        check_at_least(1, buffer_queries=self.buffer_queries)
 
     def decide(self, query: QueryResult) -> Action:
         return "full"
@@ -149,8 +149,10 @@ class CostAwareBandit(Policy):
     num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least(self, buffer_queries=1, warmup_queries=1, cold_start_events=0, cooldown_queries=0, interval=1,
-                        min_signal=0, num_sigmas=0)  # fmt: skip
+        check_at_least(1, buffer_queries=self.buffer_queries, warmup_queries=self.warmup_queries)
+        check_at_least(1, interval=self.interval)
+        check_at_least(0, cold_start_events=self.cold_start_events, cooldown_queries=self.cooldown_queries)
+        check_at_least(0, min_signal=self.min_signal, num_sigmas=self.num_sigmas)
         for name, value in (("alpha", self.alpha), ("epsilon", self.epsilon[0]), ("epsilon", self.epsilon[1])):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1.")
@@ -168,7 +170,8 @@ class CostAwareBandit(Policy):
         if self.baseline is None:
             self._warm.append(query)
             if self._num_queries == self.warmup_queries:
-                self._end_warmup()
+                self.baseline, variance = _ratio_of_sums([(query.num_tokens, query.seconds) for query in self._warm])
+                self._baseline_error = math.sqrt(variance)
             return "skip"
         self._blocked = max(0, self._blocked - 1)
         for interval in self._open:
@@ -213,7 +216,8 @@ class CostAwareBandit(Policy):
         if self.num_events < self.cold_start_events:
             if self._random.random() < self.exploration:
                 return self._random.choice(UPDATES)
-            unmeasured = [action for action in UPDATES if action not in self._tried()]
+            tried = self._measured | {interval.action for interval in self._open}
+            unmeasured = [action for action in UPDATES if action not in tried]
             return unmeasured[0] if unmeasured else self._best()
         best = self._best()
         return best if signal * (self.values[best] + self.num_sigmas * self.standard_error(best)) > 0 else "skip"
@@ -230,13 +234,6 @@ class CostAwareBandit(Policy):
         weights[0] /= self.alpha
         shared = sum(weight / signal for weight, signal in zip(weights, signals, strict=True))
         return math.hypot(statistics.stdev(rewards) * math.hypot(*weights), self._baseline_error * shared)
-
-    def _end_warmup(self) -> None:
-        self.baseline, variance = _ratio_of_sums([(query.num_tokens, query.seconds) for query in self._warm])
-        self._baseline_error = math.sqrt(variance)
-
-    def _tried(self) -> set[Action]:
-        return self._measured | {interval.action for interval in self._open}
 
     def _best(self) -> Action:
         return max(UPDATES, key=lambda action: self.values[action])  # the cheaper one if both are equal
@@ -289,7 +286,9 @@ class FailSafe:
     lengths: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least(self, window_queries=1, num_windows=2, num_sigmas=0)
+        check_at_least(1, window_queries=self.window_queries)
+        check_at_least(2, num_windows=self.num_windows)
+        check_at_least(0, num_sigmas=self.num_sigmas)
         self._queries: list[tuple[int, int]] = []  # accepted tokens and rounds, of the window
         self._variances: list[float] = []  # of `lengths`
 
@@ -347,8 +346,8 @@ def _ratio_of_sums(queries: Sequence[tuple[float, float]]) -> tuple[float, float
     return ratio, spread / total**2 * len(queries) / max(1, len(queries) - 1)
 
 
-def _check_at_least(policy: object, **least: float) -> None:
-    for name, bound in least.items():
-        value = getattr(policy, name)
-        if value < bound:
-            raise ValueError(f"{name}={value!r} must be at least {bound}.")
+def check_at_least(least: float, **values: float) -> None:
+    """Raises ValueError, with its name, if one of the values is less than `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value!r} must be at least {least}.")

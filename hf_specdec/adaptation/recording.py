@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,37 +85,17 @@ class Row:
         length: of its text so far.
         token_ids: its text, in parts as committed.
         features: the target's, in the same parts.
+        rounds: what `TextRecorder.record` has noted of its rounds, each with the length of the text before it.
     """
 
     prompt_length: int
     length: int = 0
     token_ids: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
+    rounds: list[tuple[int, tuple[Tensor, ...]]] = field(default_factory=list)
 
 
-@dataclass
-class _Row(Row):
-    """One row of a query.
-
-    Attributes:
-        states: [path, hidden] per round, the states from which the children of the path's nodes were drafted.
-        drafted: [path] bool per round, whether there are children.
-        positions: of all these nodes in the text.
-        ends: per round the index in `positions` of the path's last node.
-        num_accepted: accepted drafted tokens.
-    """
-
-    states: list[Tensor] = field(default_factory=list)
-    drafted: list[Tensor] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    num_accepted: int = 0
-
-
-AnyRow = TypeVar("AnyRow", bound=Row)
-
-
-class TextRecorder(TreeCandidateGenerator, Generic[AnyRow]):
+class TextRecorder(TreeCandidateGenerator):
     """A candidate generator that delegates to another one and records the texts with the target's states.
 
     To keep rounds short it only stores existing tensors; they are evaluated at the end of the call.
@@ -123,12 +103,11 @@ class TextRecorder(TreeCandidateGenerator, Generic[AnyRow]):
     Args:
         inner: the drafter's own.
         width: of the drafter's features; the remaining features are the target's last hidden state.
-        row: the class of the rows.
     """
 
-    def __init__(self, inner: TreeCandidateGenerator, width: int, row: type[AnyRow]) -> None:
-        self.inner, self.width, self.row = inner, width, row
-        self.rows: list[AnyRow] = []
+    def __init__(self, inner: TreeCandidateGenerator, width: int) -> None:
+        self.inner, self.width = inner, width
+        self.rows: list[Row] = []
         self.drafted = False  # since the latest commit: as one of several sources, it is skipped in some rounds
 
     def draft(self, context: DraftContext) -> DraftTree:
@@ -145,7 +124,7 @@ class TextRecorder(TreeCandidateGenerator, Generic[AnyRow]):
         features = committed.features
         assert features is not None
         if not self.rows:
-            self.rows = [self.row(count) for count in committed.num_committed]
+            self.rows = [Row(count) for count in committed.num_committed]
         if committed.tree is not None and committed.path is not None and self.drafted:
             self.record(committed)
         self.drafted = False
@@ -165,7 +144,16 @@ class TextRecorder(TreeCandidateGenerator, Generic[AnyRow]):
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def text(self, row: AnyRow) -> dict[str, Any]:
+    def finish(self) -> None:
+        """Called at the end of the call, also after an error."""
+
+    def close(self) -> None:
+        try:
+            self.inner.close()
+        finally:
+            self.finish()
+
+    def text(self, row: Row) -> dict[str, Any]:
         """The columns of `training/data.py` that do not depend on padding, with the target's states."""
         features = torch.cat(row.features)
         return {
@@ -174,7 +162,7 @@ class TextRecorder(TreeCandidateGenerator, Generic[AnyRow]):
         }  # fmt: skip
 
 
-class QueryRecorder(TextRecorder[_Row]):
+class QueryRecorder(TextRecorder):
     """Records the data of a query.
 
     Args:
@@ -193,7 +181,7 @@ class QueryRecorder(TextRecorder[_Row]):
         finished: Callable[[Query], None],
     ) -> None:
         assert isinstance(inner, GivesDraftStates)
-        super().__init__(inner, width, _Row)
+        super().__init__(inner, width)
         self.draft_states = inner.draft_states
         self.between_rounds, self.finished = between_rounds, finished
         self.started = time.perf_counter()
@@ -208,39 +196,31 @@ class QueryRecorder(TextRecorder[_Row]):
         # The path may go on with tokens of other sources, which this drafter has not drafted.
         proposed = (committed.path >= 0).sum(1).tolist()
         for index, (row, count, own) in enumerate(zip(self.rows, committed.num_committed, proposed, strict=True)):
-            if count == 0:  # finished earlier than other rows
-                continue
-            own = min(own, count)
-            row.states.append(states[index, :own])
-            row.drafted.append(drafted[index, :own])
-            row.positions.extend(range(row.length, row.length + own))
-            row.ends.append(len(row.positions) - 1)
-            row.num_accepted += own - 1
+            if count:  # otherwise finished earlier than other rows
+                own = min(own, count)
+                row.rounds.append((row.length, (states[index, :own], drafted[index, :own])))
 
-    def close(self) -> None:
-        try:
-            self.inner.close()
-        finally:
-            seconds = time.perf_counter() - self.started
-            if any(row.ends for row in self.rows):
-                self.finished(self._query(seconds))
-
-    def _query(self, seconds: float) -> Query:
+    def finish(self) -> None:
+        seconds = time.perf_counter() - self.started
+        paths = [len(drafted) for row in self.rows for _, (_, drafted) in row.rounds]
+        if not paths:
+            return
         rows = [self.text(row) for row in self.rows]
         positions = [
             _positions(row, text["input_ids"], text["last_hidden"])
             for row, text in zip(self.rows, rows, strict=True)
-            if row.ends
+            if row.rounds
         ]
         states, target_hidden, rejected, chosen_ids = (torch.cat(parts) for parts in zip(*positions, strict=True))
-        accepted, rounds = sum(row.num_accepted for row in self.rows), sum(len(row.ends) for row in self.rows)
-        return Query(rows, states, target_hidden, rejected, chosen_ids, accepted, rounds, seconds)
+        accepted = sum(paths) - len(paths)
+        self.finished(Query(rows, states, target_hidden, rejected, chosen_ids, accepted, len(paths), seconds))
 
 
-def _positions(row: _Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _positions(row: Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of one row: states, the target's states, states of the rejected positions, and the target's tokens there."""
-    states, drafted = torch.cat(row.states), torch.cat(row.drafted)
-    positions, ends = torch.tensor(row.positions), torch.tensor(row.ends)
+    states, drafted = (torch.cat(parts) for parts in zip(*(noted for _, noted in row.rounds), strict=True))
+    positions = torch.cat([torch.arange(length, length + len(noted[0])) for length, noted in row.rounds])
+    ends = torch.tensor([len(noted[0]) for _, noted in row.rounds]).cumsum(0) - 1  # the last node of each path
     # The target's token is the next one of the text; the token after the last one is not recorded.
     ends = ends[positions[ends] + 1 < row.length].to(drafted.device)
     ends = ends[drafted[ends]]
@@ -249,19 +229,7 @@ def _positions(row: _Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tenso
     return states[drafted], last_hidden[positions[drafted.to(positions.device)]], states[ends], chosen_ids
 
 
-@dataclass
-class RefusedRow(Row):
-    """One row of a call.
-
-    Attributes:
-        refused: per round the length of the text before it, and of each node of the tree its depth, its token, and
-            whether it is a refused draft at a position of the text: [nodes] each, on the device.
-    """
-
-    refused: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-
-class RefusalRecorder(TextRecorder[RefusedRow]):
+class RefusalRecorder(TextRecorder):
     """Records the texts of a call with the drafts that were refused after the accepted part of a path.
 
     A draft below a refused one is not recorded: it continues another text.
@@ -275,7 +243,7 @@ class RefusalRecorder(TextRecorder[RefusedRow]):
     def __init__(
         self, inner: TreeCandidateGenerator, width: int, finished: Callable[[list[dict[str, Any]]], None]
     ) -> None:
-        super().__init__(inner, width, RefusedRow)
+        super().__init__(inner, width)
         self.finished = finished
 
     def record(self, committed: Committed) -> None:
@@ -290,23 +258,20 @@ class RefusalRecorder(TextRecorder[RefusedRow]):
         for index, row in enumerate(self.rows):
             if committed.num_committed[index]:
                 # Captured rounds reuse the memory of a tree.
-                depths, tokens, own = (each[index].clone() for each in (tree.depths, tree.token_ids, refused))
-                row.refused.append((row.length, depths, tokens, own))
+                noted = tuple(each[index].clone() for each in (tree.depths, tree.token_ids, refused))
+                row.rounds.append((row.length, noted))
 
-    def close(self) -> None:
-        try:
-            self.inner.close()
-        finally:
-            rows = [self.text(row) | {"refused": _refused(row)} for row in self.rows if row.refused]
-            if rows:
-                self.finished(rows)
+    def finish(self) -> None:
+        rows = [self.text(row) | {"refused": _refused(row)} for row in self.rows if row.rounds]
+        if rows:
+            self.finished(rows)
 
 
-def _refused(row: RefusedRow) -> Tensor:
+def _refused(row: Row) -> Tensor:
     """[length, MOST_REFUSED] int64: drafts in place of each token of the text that the target refused; -1 for none."""
     text = torch.cat(row.token_ids).tolist()
     found: list[list[int]] = [[] for _ in text]
-    for length, *parts in row.refused:
+    for length, parts in row.rounds:
         for depth, token, refused in zip(*(part.tolist() for part in parts), strict=True):
             place = length + depth
             # The text may lack its last token, and a round may end before its accepted path does.

@@ -88,7 +88,7 @@ class Verdict:
         path: [batch, max_depth + 1] int64, accepted nodes in order, root first; then any node.
         num_accepted: [batch] int64, -1 where the target's logits are NaN at the root.
         bonus_ids: [batch] int64, the target's choice after the last accepted node.
-        nan: [batch] bool, whether the target's logits are NaN at the root.
+        nan: [batch] bool, whether the target's logits are NaN at the root; not needed with `host`.
         active: per row, whether its result is used; None for all.
         scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`; None if not requested.
         host: the same verdict, if it was computed on the host; `path` then has the columns that the longest row needs.
@@ -106,7 +106,7 @@ class Verdict:
         path: Tensor,
         num_accepted: Tensor,
         bonus_ids: Tensor,
-        nan: Tensor,
+        nan: Tensor | None = None,
         active: list[bool] | None = None,
         scores: Tensor | None = None,
         host: HostVerdict | None = None,
@@ -114,18 +114,39 @@ class Verdict:
     ) -> None:
         self.path, self.path_ids, self.bonus_ids, self.scores = path, pick(tree.token_ids, path), bonus_ids, scores
         counts = num_accepted + 1
-        if active is not None:
+        if nan is not None and active is not None:
             is_active = from_host(active, counts.device)
             counts, nan = counts * is_active, nan & is_active
         self.counts, self.host, self._copy = Counts(counts, path.shape[1]), host, None
         if host is not None:
             self.counts.known = [len(tokens) for tokens in host.tokens]
             return
+        assert nan is not None
         finite = tree.valid[:, 0] if tree.finite is None else tree.finite
         if undefined is not None:
             nan = nan + 2 * (undefined if active is None else undefined & is_active)
         columns = torch.stack([counts, bonus_ids, finite, nan, tree.valid.sum(1)], dim=1)
         self._copy = ToHost(torch.cat([columns, self.path_ids], dim=1))
+
+    @classmethod
+    def on_host(cls, tree: DraftTree, path: list[list[int]], tokens: list[list[int]], nan: list[bool]) -> Verdict:
+        """The verdict that the host has found: per row the accepted nodes, and the token chosen after each of them."""
+        steps, home = max(1, *map(len, path)), tree.token_ids.device
+        device = None if abilities(home).host_memory else home  # in every round of a CPU
+        host = HostVerdict(
+            tokens=tokens,
+            num_drafted=[sum(row) - 1 for row in tree.valid.tolist()],
+            finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
+            nan=nan,
+            is_prefix=all(nodes == list(range(len(nodes))) for nodes in path),
+        )
+        return cls(
+            tree,
+            from_host([nodes + [0] * (steps - len(nodes)) for nodes in path], device),
+            from_host([len(nodes) - 1 for nodes in path], device),
+            from_host([new[-1] if new else -1 for new in tokens], device),
+            host=host,
+        )
 
     def read(self) -> HostVerdict:
         """The verdict on the host; the first call waits for the device.
@@ -192,7 +213,6 @@ class Acceptor:
         self.keep_scores = keep_scores
         self.lockstep = lockstep
         self.noise: PositionNoise | None = None  # of a sampling call, from its first choice on
-        self._position: Tensor | None = None  # [batch] int64: tokens that each row has chosen so far
         self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
         readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
@@ -202,8 +222,9 @@ class Acceptor:
         if relaxed is not None and (lockstep or readers):
             raise ValueError(
                 f"acceptance={relaxed!r} compares whole paths, but this call has code that reads the text token by "
-                f"token ({', '.join(readers) or 'a stopping criterion or streamer of your own'}). Leave that out, or "
-                "set drafter.acceptance = None, which is lossless."
+                f"token ({', '.join(readers) or 'a stopping criterion or streamer of your own'}), or returns states of "
+                "several rows without an end-of-text token. Leave that out, or set drafter.acceptance = None, which is "
+                "lossless."
             )
 
     def __call__(
@@ -229,22 +250,20 @@ class Acceptor:
             drawn = None
         elif self.noise is None:
             self.noise = PositionNoise(len(logits), logits.device)
-            self._position = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if self.lockstep:
             verdict = self._column_by_column(tree, logits, sequences, drawn)
         elif self.at_once and (self.relaxed is not None or not (self.on_host and self.do_sample)):
             verdict = self._all_at_once(tree, logits, sequences, drawn, active, states)
         else:
             verdict = self._step_by_step(tree, logits, sequences, drawn, active)
-        if self._position is not None:
-            self._position = self._position + verdict.counts.tensor
+        if self.noise is not None:
+            self.noise.position = self.noise.position + verdict.counts.tensor
         return verdict
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows."""
-        if self.noise is not None and self._position is not None:
+        if self.noise is not None:
             self.noise.keep_rows(rows)
-            self._position = self._position[from_host(rows, self._position.device)]
 
     def _all_at_once(
         self,
@@ -256,56 +275,40 @@ class Acceptor:
         states: Tensor | None,
     ) -> Verdict:
         nan, unknown = _nan(tree, logits)
-        logits, choices = self._choices(tree, process_nodes(self.processors, tree, logits, sequences), unknown, drawn)
+        logits = process_nodes(self.processors, tree, logits, sequences)
+        choices = self._choices(tree, logits, drawn).masked_fill(unknown, -1)
         if self.relaxed is not None and tree.num_nodes > 1:
             choices = self.relaxed.choices(tree, logits, choices, states)
-        host = undefined = None
         if abilities(logits.device).host_memory:
-            path, num_accepted, bonus_ids, host = _follow_on_host(tree, choices, nan, active)
+            verdict = _follow_on_host(tree, choices, nan, active)
         else:
-            path, num_accepted, bonus_ids = follow(tree, choices)
             undefined = choices[:, 0] == NO_DISTRIBUTION if self.do_sample else None
-        scores = pick(logits, path) if self.keep_scores else None
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores, host, undefined)
+            verdict = Verdict(tree, *follow(tree, choices), nan, active, undefined=undefined)
+        verdict.scores = pick(logits, verdict.path) if self.keep_scores else None
+        return verdict
 
-    def _choices(
-        self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
-    ) -> tuple[Tensor, Tensor]:
-        """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
+    def _choices(self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None) -> Tensor:
+        """The choice after each node, [batch, nodes] int64, for processed logits [batch, nodes, vocab]."""
         rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
         if self.do_sample and tree.draft_probs is not None:
             nodes = torch.arange(tree.num_nodes, device=logits.device).unsqueeze(0)
             choices = coupled_choices(logits, *_drafts_after(tree, rows, nodes))
         else:
-            self._take_noise(tree, logits.shape[-1])
+            if self.noise is not None:
+                self._noise_here = self.noise.at_nodes(tree, logits.shape[-1])
             choices = self._choose(logits)
         if drawn is not None:
             leaf = (rows[:, 0], drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
-        return logits, choices.masked_fill(unknown, -1)
+        return choices
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise taken for it."""
-        if not self.do_sample:
-            return scores.argmax(-1)
         noise, self._noise_here = self._noise_here, None  # as large as `scores`
-        assert noise is not None
+        if noise is None:
+            return scores.argmax(-1)
         best = (scores + noise).max(-1)
         return best.indices.masked_fill(~best.values.isfinite(), NO_DISTRIBUTION)
-
-    def _take_noise(self, tree: DraftTree, vocab: int) -> None:
-        """Takes the noise of all nodes of a tree; those of a row at one depth share it."""
-        if self.noise is None or self._position is None:
-            return
-        batch = torch.arange(tree.token_ids.shape[0], device=self._position.device).unsqueeze(1)
-        steps = torch.arange(tree.max_depth + 1, device=self._position.device)
-        noise = self.noise.at(batch, self._position.unsqueeze(1) + steps, vocab)
-        self._noise_here = noise[batch, tree.depths.clamp(max=tree.max_depth)] if tree.max_depth else noise
-
-    def _take_noise_at(self, rows: Tensor, depth: int, vocab: int) -> None:
-        """Takes the noise of some rows at one depth."""
-        if self.noise is not None and self._position is not None:
-            self._noise_here = self.noise.at(rows, self._position[rows] + depth, vocab)
 
     def _step_by_step(
         self,
@@ -337,14 +340,12 @@ class Acceptor:
                 break
             at_node = logits[rows, node]
             processed = torch.empty_like(at_node)
-
-            def process(length: int, group: list[int], source_rows: list[int], at_node: Tensor = at_node) -> Tensor:
-                return self.processors(sequences.prefixes(length, group), at_node[source_rows])
-
             if self.prefix_free:
                 processed = self.processors(tree.token_ids[:, :1], at_node)
             else:
-                for group, values in sequences.for_each_length(remaining, depth, process):
+                for length, group in sequences.by_length(remaining).items():
+                    prefixes = sequences.prefixes(length + depth, group)
+                    values = self.processors(prefixes, at_node[sequences.source_rows(group)])
                     processed = processed.to(values.dtype)  # a processor may return another dtype
                     processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
@@ -409,23 +410,10 @@ class Acceptor:
             active = sequences.of_remaining(sequences.active)
             node = child.where(found, node)
             going = not sequences.done and all(has_child[row] for row, is_active in enumerate(active) if is_active)
-        steps = max(1, len(columns))
-        host = HostVerdict(
-            tokens=tokens,
-            num_drafted=(tree.valid.sum(1) - 1).tolist(),
-            finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
-            nan=[is_nan and is_active for is_nan, is_active in zip(nan.tolist(), active, strict=True)],
-            is_prefix=all(nodes == list(range(len(nodes))) for nodes in path),
-        )
-        return Verdict(
-            tree,
-            from_host([nodes + [0] * (steps - len(nodes)) for nodes in path], node.device),
-            from_host([len(nodes) - 1 for nodes in path], node.device),
-            from_host([new[-1] if new else -1 for new in tokens], node.device),
-            nan,
-            scores=torch.stack(columns, 1) if self.keep_scores and columns else None,
-            host=host,
-        )
+        known_nan = [is_nan and is_active for is_nan, is_active in zip(nan.tolist(), active, strict=True)]
+        verdict = Verdict.on_host(tree, path, tokens, known_nan)
+        verdict.scores = torch.stack(columns, 1) if self.keep_scores and columns else None
+        return verdict
 
     def _with_earlier_columns(self, processed: Tensor) -> tuple[Tensor, ...] | None:
         """The processed logits of all columns of the call so far, if the call keeps them."""
@@ -460,7 +448,8 @@ class Acceptor:
         if self.do_sample and tree.draft_probs is not None:
             chosen = coupled_choices(scores, *_drafts_after(tree, index, node[index]))
         else:
-            self._take_noise_at(index, depth, scores.shape[-1])
+            if self.noise is not None:
+                self._noise_here = self.noise.at(index, self.noise.position[index] + depth, scores.shape[-1])
             chosen = self._choose(scores)
         if drawn is not None:
             at_leaf = [place for place, row in enumerate(rows) if int(node[row]) == int(drawn.nodes[row])]
@@ -599,20 +588,16 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
 
 
-def _follow_on_host(
-    tree: DraftTree, choices: Tensor, nan: Tensor, active: list[bool] | None
-) -> tuple[Tensor, Tensor, Tensor, HostVerdict]:
+def _follow_on_host(tree: DraftTree, choices: Tensor, nan: Tensor, active: list[bool] | None) -> Verdict:
     """`follow` for tensors in host memory: one look-up per accepted token instead of a dozen tensor operations.
 
-    Args as of `follow` and `Verdict`; returns path, number of accepted nodes, bonus_ids, and the verdict on the host.
+    Args as of `follow` and `Verdict`.
     """
     paths: list[list[int]] = []
     tokens: list[list[int]] = []
-    num_drafted = []
     rows = zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.valid.tolist(), choices.tolist(), strict=True)
     for row, (token_ids, parents, valid, chosen) in enumerate(rows):
         children = {(parents[node], token_ids[node]): node for node in range(1, len(valid)) if valid[node]}
-        num_drafted.append(len(children))
         path: list[int] = []
         node: int | None = 0 if active is None or active[row] else None
         if node == 0 and chosen[0] == NO_DISTRIBUTION:
@@ -622,12 +607,5 @@ def _follow_on_host(
             node = children.get((node, chosen[node]))
         paths.append(path)
         tokens.append([chosen[node] for node in path])
-    steps = max(1, *map(len, paths))
-    finite = [True] * len(paths) if tree.finite is None else tree.finite.tolist()
     known_nan = [is_nan and (active is None or active[row]) for row, is_nan in enumerate(nan.tolist())]
-    return (
-        from_host([path + [0] * (steps - len(path)) for path in paths], None),
-        from_host([len(path) - 1 for path in paths], None),
-        from_host([new[-1] if new else -1 for new in tokens], None),
-        HostVerdict(tokens, num_drafted, finite, known_nan, all(path == list(range(len(path))) for path in paths)),
-    )
+    return Verdict.on_host(tree, paths, tokens, known_nan)

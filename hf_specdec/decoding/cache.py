@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, L
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent, LayerStates
-from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
+from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer, Extent
 from hf_specdec.decoding.layers.kinds import KINDS, own_layer
 from hf_specdec.decoding.layers.recurrent import Recurrent
 from hf_specdec.decoding.state import Counts
@@ -133,8 +132,7 @@ class TreeCache(Cache):
         """
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()
-        for states in self._stored:
-            states.begin_rounds(capacity, contiguous=contiguous)
+        self.entries.begin_rounds(capacity, contiguous=contiguous)
         self._set_lengths([length] * (self.entries if self.entries.layers else self.recurrent).batch)
 
     # Lengths of the rows.
@@ -187,9 +185,8 @@ class TreeCache(Cache):
         return max(layer.seen for layer in self.recurrent.layers)
 
     @property
-    def _stored(self) -> tuple[LayerStates, ...]:
-        stored: tuple[LayerStates, ...] = (self.entries, self.recurrent)
-        return tuple(states for states in stored if states.layers)
+    def _stored(self) -> list[Entries | Recurrent]:
+        return [states for states in (self.entries, self.recurrent) if states.layers]
 
     @property
     def has_dummies(self) -> bool:
@@ -304,8 +301,7 @@ class TreeCache(Cache):
         start = self.node_start + count
         if count:
             self.commit_first(Counts.of([count] * self.batch, self.device))
-            for states in self._stored:
-                states.carry_over(count)
+            self.recurrent.apply_commit(count)
             self._extent.nodes_at = None if start == self.longest else start
 
     def regroup(self, kept: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]) -> None:
@@ -331,7 +327,7 @@ class TreeCache(Cache):
             if any(kept):
                 counts = from_host(list(map(len, kept)), self.device)
                 self.recurrent.commit(_padded(kept, self.device), self.lengths, counts)
-            self.recurrent.carry_over(_padded(carried, self.device))
+            self.recurrent.apply_commit(_padded(carried, self.device))
         self._set_lengths(row_lengths)
         self._extent.written = most
 
@@ -355,15 +351,6 @@ class TreeCache(Cache):
         """A copy of a row's committed entries, for `put_rows`."""
         length = self.row_lengths[row]
         return length, [states.take_row(row, length) for states in self._stored]
-
-    def take_states(self, row: int) -> Any:
-        """A copy of a row's states, for `return_to`."""
-        return self.recurrent.take_row(row, self.row_lengths[row])
-
-    def return_to(self, row: int, length: int, states: Any) -> None:
-        """Restores a row to `length` entries and these states."""
-        self.recurrent.return_to(row, states)
-        self._set_lengths([length if index == row else each for index, each in enumerate(self.row_lengths)])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order. Called between rounds."""

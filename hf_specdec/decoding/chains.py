@@ -22,7 +22,7 @@ from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
-from hf_specdec.decoding.stateless import PREFIX_FREE, late_criteria, user_code
+from hf_specdec.decoding.stateless import late_criteria, user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, pick
@@ -132,8 +132,7 @@ class HostChains:
     ) -> None:
         self.target, self.policy, self.stats, self.max_length = target, policy, stats, max_length
         self.observers = observers
-        warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
-        self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
+        self.choice = ChoiceRule.of(do_sample, logits_processor)
         self.eos_ids: Collection[int] = {
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }

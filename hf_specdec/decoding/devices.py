@@ -52,10 +52,6 @@ def _computes_in_float64(device: torch.device) -> bool:
         return False
 
 
-def _cautious(device: torch.device) -> Abilities:
-    return Abilities(float64=_computes_in_float64(device))
-
-
 _CPU = Abilities(host_memory=True, groups_heads=True)
 _CUDA = Abilities(folds_heads=True, works_ahead=True)
 RULES: dict[str, Callable[[torch.device], Abilities]] = {"cpu": lambda _: _CPU, "cuda": lambda _: _CUDA}
@@ -68,7 +64,8 @@ def abilities(device: torch.device) -> Abilities:
         >>> abilities(torch.device("cpu")).float64
         True
     """
-    return RULES.get(device.type, _cautious)(device)
+    rule = RULES.get(device.type)
+    return Abilities(float64=_computes_in_float64(device)) if rule is None else rule(device)
 
 
 def wait_for(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 
@@ -28,6 +29,11 @@ class ChoiceRule:
 
     do_sample: bool
     warpers: LogitsProcessorList
+
+    @classmethod
+    def of(cls, do_sample: bool, processors: LogitsProcessorList) -> ChoiceRule:
+        """The rule of a call with these processors."""
+        return cls(do_sample, LogitsProcessorList(each for each in processors if type(each) in PREFIX_FREE))
 
 
 GREEDY = ChoiceRule(do_sample=False, warpers=LogitsProcessorList())

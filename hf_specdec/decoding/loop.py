@@ -30,8 +30,9 @@ from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts, RoundState
-from hf_specdec.decoding.stateless import PREFIX_FREE, user_code
+from hf_specdec.decoding.stateless import user_code
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
 
@@ -86,7 +87,12 @@ class SpeculativeDecoding:
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
         stats.begin(input_ids)
+        cache = model_kwargs.get(target.cache_name)
+        self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
         lockstep = bool(user_code(logits_processor, stopping_criteria))
+        if self.returns_cache and keeps_states(target.model) and len(input_ids) > 1:
+            # States cannot be cut back, and without an end of text, rows that have stopped continue.
+            lockstep = lockstep or not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.sequences = Sequences(
             input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer, lockstep=lockstep
         )
@@ -102,8 +108,7 @@ class SpeculativeDecoding:
             device=input_ids.device,
         )
         stats.lossless = relaxed is None
-        warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
-        self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
+        self.choice = ChoiceRule.of(do_sample, logits_processor)
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.unread: VerifiedRound | None = None
         self.kept: list[int] = []  # tokens that each row of the batch kept in the last round that was read
@@ -112,8 +117,6 @@ class SpeculativeDecoding:
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
         self.packed = PackedLinears(networks if target.is_compiled or target.same_bits else (target.model, *networks))
-        cache = model_kwargs.get(target.cache_name)
-        self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
@@ -132,7 +135,11 @@ class SpeculativeDecoding:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
-                    self.hand_back(output_ids)
+                    if self.returns_cache:  # takes a forward where rows ended early
+                        cache = self.model_kwargs[self.target.cache_name]
+                        self.target.hand_back(cache, output_ids, self.sequences.lengths)
+                    else:
+                        self.target.cache.release()
                     self.generator.count(self.stats)
                     self.stats.report_fallback_rounds()
             finally:
@@ -147,14 +154,6 @@ class SpeculativeDecoding:
             speculation=self.stats,
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
-
-    def hand_back(self, output_ids: Tensor) -> None:
-        """Fills the caller's cache, if the caller can see it: it takes a forward where rows ended early."""
-        if self.returns_cache:
-            cache = self.model_kwargs[self.target.cache_name]
-            self.target.hand_back(cache, output_ids, self.sequences.lengths)
-        else:
-            self.target.cache.release()
 
     def prefill(self) -> None:
         """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root."""
@@ -256,7 +255,6 @@ class SpeculativeDecoding:
         counts = verdict.counts
         if cache.keeps_states:  # states cannot be cropped, so tokens after the end of the text must not be committed
             counts = Counts.of(self.sequences.of_remaining(self.sequences.in_output(self.kept)), counts.tensor.device)
-            self.target.save_states(self.sequences.rows_past_stop)
         if verdict.host is not None and verdict.host.is_prefix:  # without copies if rows have one length
             cache.commit_first(counts)
         else:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdec.decoding.host import arguments_of_prompt, cache_name, next_inputs, prefill
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, undisturbed
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows
 
 # Arguments that rounds set themselves.
@@ -119,14 +119,7 @@ def _is_ignored(model: PreTrainedModel, name: str, value: Any) -> bool:
     if name not in found:
         try:
             found[name] = isinstance(value, Tensor) and _has_no_effect(model, name, value)
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # no step without the others
+        except REFUSED_RUN:  # no step without the others
             found[name] = False
     return found[name]
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.tree import from_host
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 # As signed numbers of 64 bits. Products and sums wrap around.
 STEP, FIRST_FACTOR, SECOND_FACTOR = (
@@ -31,12 +31,16 @@ class PositionNoise:
     Args:
         rows: number of rows.
         device: of the logits.
+
+    Attributes:
+        position: [rows] int64, tokens that each row has chosen so far.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         seed = torch.empty(1, dtype=torch.int64, device=device).random_()
         self._rows = _hash(seed + STEP * torch.arange(1, rows + 1, device=device))
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)
+        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def at(self, rows: Tensor, positions: Tensor, vocab: int) -> Tensor:
         """[..., vocab] float32 Gumbel noise for `rows` and `positions`, both [...] int64.
@@ -51,9 +55,17 @@ class PositionNoise:
         uniform = bits.bitwise_and_(2**63 - 1).to(torch.float32).mul_(2.0**-63).clamp_(2.0**-63, 1 - 2.0**-24)
         return uniform.neg_().log1p_().neg_().log_().neg_()
 
+    def at_nodes(self, tree: DraftTree, vocab: int) -> Tensor:
+        """[batch, nodes, vocab]: for the choices after the nodes of a tree; those of a row at one depth share it."""
+        rows = torch.arange(len(self.position), device=self.position.device).unsqueeze(1)
+        steps = torch.arange(tree.max_depth + 1, device=self.position.device)
+        noise = self.at(rows, self.position.unsqueeze(1) + steps, vocab)
+        return noise[rows, tree.depths.clamp(max=tree.max_depth)] if tree.max_depth else noise
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows."""
-        self._rows = self._rows[from_host(rows, self._rows.device)]
+        kept = from_host(rows, self._rows.device)
+        self._rows, self.position = self._rows[kept], self.position[kept]
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

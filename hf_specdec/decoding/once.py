@@ -9,28 +9,33 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+# What a forward may raise that a model does not allow.
+REFUSED_RUN = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
-def once_per_model(find: Callable[[Any], T], state: Callable[[Any], Hashable] = type) -> Callable[[Any], T]:
+
+def once_per_model(find: Callable[P, T], state: Callable[[Any], Hashable] = type) -> Callable[P, T]:
     """Caches the result of `find` per model; the result must not refer to the model itself.
 
     Args:
-        find: computes it.
+        find: computes it from a model and perhaps other arguments, which are hashable and not passed by name.
         state: of a model, for results that are others in other states of it.
     """
     found: weakref.WeakKeyDictionary[Any, dict[Hashable, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(find)
-    def cached(model: Any) -> T:
-        of_model, now = found.setdefault(model, {}), state(model)
+    def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+        model, *others = args
+        of_model, now = found.setdefault(model, {}), (state(model), *others)
         if now not in of_model:
-            of_model[now] = find(model)
+            of_model[now] = find(*args, **kwargs)
         return of_model[now]
 
     return cached
@@ -47,7 +52,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Data that a call has left there is restored at the end. Functions are not, because other threads may swap them.
     """
-    before = [(attributes, dict(attributes)) for module in model.modules() for attributes in _data(module)]
+    data = [each for module in model.modules() for each in (module.__dict__, module.__dict__["_buffers"])]
+    before = [(attributes, dict(attributes)) for attributes in data]
     try:
         yield
     finally:
@@ -58,7 +64,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for name, value in earlier.items():
                 if attributes.get(name, before) is not value and not callable(value):
                     attributes[name] = value
-
-
-def _data(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module.__dict__, module.__dict__["_buffers"]

@@ -244,17 +244,13 @@ class PackedLinears(AbstractContextManager[None]):
 
     def _pack(self, forwards: Sequence[_Forward], pays: Callable[[Trial], bool]) -> None:
         with torch.inference_mode(False), torch.no_grad():  # copies outlive the call
-            for group in _by_shape(forwards):
+            groups = defaultdict(list)
+            for forward in forwards:
+                groups[forward.weight.shape, forward.weight.dtype].append(forward)
+            for group in groups.values():
                 may_make = pays(trial_of([forward.weight for forward in group]))
                 for forward in group:
                     forward.use_copy(may_make)
-
-
-def _by_shape(forwards: Sequence[_Forward]) -> list[list[_Forward]]:
-    groups = defaultdict(list)
-    for forward in forwards:
-        groups[forward.weight.shape, forward.weight.dtype].append(forward)
-    return list(groups.values())
 
 
 def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:

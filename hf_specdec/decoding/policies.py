@@ -1,9 +1,8 @@
 """Policies: how much of each tree is verified, and whether a round drafts.
 
-`Always` drafts and verifies everything. `Limited` restricts the drafts of another policy to what the caller of
-`generate` allows. `AutoBudget` compares the expected tokens of a tree with its time. Drafters
-with path probabilities return the nodes sorted by them, and the first n nodes are verified, for the n with the most
-tokens per second:
+`Always` drafts and verifies all that the caller of `generate` allows. `AutoBudget` compares the expected tokens of a
+tree with its time. Drafters with path probabilities return the nodes sorted by them, and the first n nodes are
+verified, for the n with the most tokens per second:
 
     n = argmax (1 + expected accepted nodes among the first n) / seconds(n)
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import ToHost, abilities
-from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.graphs import DRAFT_SIZES, draft_size
 from hf_specdec.decoding.observers import Observer, Round
@@ -45,27 +44,29 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.
 
 
 class RoundTimes:
-    """Seconds of a round by its number of drafted nodes: a line fitted to the medians of recent measurements."""
+    """Seconds of a round by its number of drafted nodes: a line fitted to the medians of recent measurements.
+
+    Attributes:
+        line: seconds of a round without drafted nodes, and of each further node; 0 before one was measured.
+    """
 
     def __init__(self) -> None:
         self._skipped: deque[float] = deque(maxlen=9)
         self._drafted: dict[int, deque[tuple[int, float]]] = {}
         self._points: dict[int, tuple[float, float, int]] = {}  # by bucket: mean nodes, median seconds, rounds
-        self._line: tuple[float, float] | None = None
+        self.line = (0.0, 0.0)
 
     def note(self, nodes: int, seconds: float) -> None:
         """Records a measured round; 0 nodes means that nothing was drafted."""
         if nodes == 0:
             self._skipped.append(seconds)
-            self._line = None
-            return
-        bucket = draft_size(nodes)
-        seen = self._drafted.setdefault(bucket, deque(maxlen=9))
-        seen.append((nodes, seconds))
-        count = len(seen)
-        median = sorted(seconds for _, seconds in seen)[(count - 1) // 2]
-        self._points[bucket] = (sum(nodes for nodes, _ in seen) / count, median, count)
-        self._line = None
+        else:
+            seen = self._drafted.setdefault(draft_size(nodes), deque(maxlen=9))
+            seen.append((nodes, seconds))
+            median, count = sorted(seconds for _, seconds in seen)[(len(seen) - 1) // 2], len(seen)
+            self._points[draft_size(nodes)] = (sum(nodes for nodes, _ in seen) / count, median, count)
+        if len(self._points) == 1 or (nodes and self._points):  # several points do not depend on skipped rounds
+            self.line = self._fit()
 
     @property
     def skipped(self) -> float | None:
@@ -73,20 +74,8 @@ class RoundTimes:
         # The lower median, because the first rounds of a process are slow.
         return statistics.median_low(self._skipped) if self._skipped else None
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether a round with a draft was measured."""
-        return bool(self._points)
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """Seconds of a round without drafted nodes, and of each further node; needs one measured round."""
-        if self._line is None:
-            self._line = self._fit()
-        return self._line
-
     def of(self, nodes: int) -> float:
-        """Seconds of a round with `nodes` drafted nodes; needs one measured round."""
+        """Seconds of a round with `nodes` drafted nodes."""
         start, slope = self.line
         return start + slope * nodes
 
@@ -258,7 +247,7 @@ class BudgetKnowledge:
     def begin_call(self) -> None:
         """Decides whether the first rounds of a call draft."""
         least = FIRST_SIZES[0]
-        self.pauses.begin_call(self.times.has_drafts and self.times.of(least) > DEAR_TRY * (self.times.skipped or 0))
+        self.pauses.begin_call(is_dear=self.times.of(least) > DEAR_TRY * (self.times.skipped or 0))
 
     @property
     def first_size(self) -> int | None:
@@ -301,10 +290,35 @@ class BudgetKnowledge:
 
 
 class Always(Observer):
-    """Drafts in every round, and has the complete tree verified."""
+    """Drafts in every round, and has the complete tree verified, as far as settings of the call allow.
+
+    Args:
+        most_tokens: drafted nodes of a round; None for no limit.
+
+    Attributes:
+        least_prob: as `DraftContext.least_prob`.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self.most_tokens = most_tokens
+        self.least_prob: float | None = None
+
+    def restrict(self, most_tokens: int | None, least_prob: float | None) -> None:
+        """Sets `least_prob`, and lowers the limit of drafted nodes."""
+        limits = [limit for limit in (self.most_tokens, most_tokens) if limit is not None]
+        self.most_tokens, self.least_prob = min(limits, default=None), least_prob
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         """The tree of the next round."""
+        if self.most_tokens is None and self.least_prob is None:
+            return self.choose(generator, context)
+        tree = self.choose(generator, replace(context, node_limit=self.most_tokens, least_prob=self.least_prob))
+        if self.least_prob is not None and tree.num_nodes > 1:
+            tree = self._up_to_uncertain(tree, generator, self.least_prob)
+        return tree if self.most_tokens is None else tree.first_nodes(self.most_tokens)
+
+    def choose(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+        """The tree of the next round, where settings of the call do not matter."""
         return generator.draft(context)
 
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
@@ -321,26 +335,6 @@ class Always(Observer):
 
     def leave_out(self, seconds: float) -> None:
         """Called with a time since the latest draft that is not a part of its round."""
-
-
-class Limited(Always):
-    """The drafts of another policy, restricted by settings of the call.
-
-    Args:
-        policy: the other one.
-        most_tokens: drafted nodes of a round; None for no limit.
-        least_prob: as `DraftContext.least_prob`.
-    """
-
-    def __init__(self, policy: Always, most_tokens: int | None, least_prob: float | None) -> None:
-        self.policy, self.most_tokens, self.least_prob = policy, most_tokens, least_prob
-
-    def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
-        limited = replace(context, node_limit=self.most_tokens, least_prob=self.least_prob)
-        tree = self.policy.draft(generator, limited)
-        if self.least_prob is not None and tree.num_nodes > 1:
-            tree = self._up_to_uncertain(tree, generator, self.least_prob)
-        return tree if self.most_tokens is None else tree.first_nodes(self.most_tokens)
 
     def _up_to_uncertain(self, tree: DraftTree, generator: TreeCandidateGenerator, least_prob: float) -> DraftTree:
         """Whether a node is dropped depends on its ancestors only, so sampled drafts keep their distributions."""
@@ -365,21 +359,6 @@ class Limited(Always):
             return tree
         return tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))
 
-    def on_prefill(self, prefill: Round) -> None:
-        self.policy.on_prefill(prefill)
-
-    def on_round(self, step: Round) -> None:
-        self.policy.on_round(step)
-
-    def on_commit(self, committed: Committed) -> None:
-        self.policy.on_commit(committed)
-
-    def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        self.policy.learn(tree, path, num_accepted)
-
-    def keep_rows(self) -> None:
-        self.policy.keep_rows()
-
 
 class AutoBudget(Always):
     """Chooses the size of every tree of one `generate` call.
@@ -393,6 +372,7 @@ class AutoBudget(Always):
     """
 
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
+        super().__init__()
         self.knowledge, self.stats = knowledge, stats
         knowledge.begin_call()
         self._late: deque[tuple[ToHost, int, list[int]]] = deque()  # on their way to the host: see `_calibrate`
@@ -406,7 +386,7 @@ class AutoBudget(Always):
         """Whether the next round drafts."""
         return self.knowledge.pauses.drafting and self.knowledge.first_size != 0
 
-    def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+    def choose(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
         if len(self._read) == 1:  # of several, the time of each is unknown
             self.note(*self._read[0], now - self._began)

@@ -120,13 +120,6 @@ class Sequences:
         return [max(0, min(count, end - (length - count))) for count, length in zip(kept, self.lengths, strict=True)]
 
     @property
-    def rows_past_stop(self) -> list[int]:
-        """Rows that have stopped but continue, as in plain decoding without padding, until all rows have stopped."""
-        if self.pads_finished or self.done:
-            return []
-        return [row for row, stop in enumerate(self.finished_at) if stop is not None]
-
-    @property
     def texts(self) -> list[list[int]]:
         """The tokens of each row of the batch on the host, to be read only. The first call waits for the device."""
         if self._texts is None:
@@ -143,22 +136,16 @@ class Sequences:
     @property
     def finished_indices(self) -> list[int]:
         """Indices, among the remaining rows, of those to which no token can be added any more."""
-        if not any(self.finished_at):
+        limit = 0 if self.pads_finished else self._max_length  # without padding, rows that have stopped may continue
+        if limit is None:
             return []
-        return [index for index, finished in enumerate(self.of_remaining(self.finished)) if finished]
+        rows = enumerate(self.rows)
+        return [index for index, row in rows if self.finished_at[row] is not None and self.lengths[row] >= limit]
 
     def keep_rows(self, indices: Sequence[int]) -> None:
         """Continues with these of the remaining rows."""
         self.rows = [self.rows[index] for index in indices]
         self._row_ids = from_host(self.rows, self.ids.device)
-
-    @property
-    def finished(self) -> list[bool]:
-        """Per row, whether no token can be added any more. Rows that are neither finished nor active may continue."""
-        return [
-            stop is not None and (self.pads_finished or (self._max_length is not None and length >= self._max_length))
-            for stop, length in zip(self.finished_at, self.lengths, strict=True)
-        ]
 
     @property
     def is_observed(self) -> bool:
@@ -206,23 +193,19 @@ class Sequences:
         prefixes = self.ids[:, :length]
         if len(rows) == self.batch:
             return prefixes
-        return prefixes[self._source_rows(rows)]
+        return prefixes[self.source_rows(rows)]
 
-    def _source_rows(self, rows: list[int]) -> list[int]:
+    def source_rows(self, rows: list[int]) -> list[int]:
+        """For every row of the batch, the row whose values it has in `prefixes`."""
         own = set(rows)
         return [row if row in own else rows[0] for row in range(self.batch)]
 
-    def for_each_length(
-        self, rows: Iterable[int], extra: int, evaluate: Callable[[int, list[int], list[int]], Tensor]
-    ) -> list[tuple[list[int], Tensor]]:
-        """Calls `evaluate(length, rows, source_rows)` once per distinct length of `rows`, each plus `extra` tokens.
-
-        `source_rows` lists, for every row of the batch, the row whose values it has in that call.
-        """
+    def by_length(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        """These rows, by their number of tokens."""
         groups: dict[int, list[int]] = {}
         for row in rows:
-            groups.setdefault(self.lengths[row] + extra, []).append(row)
-        return [(group, evaluate(length, group, self._source_rows(group))) for length, group in groups.items()]
+            groups.setdefault(self.lengths[row], []).append(row)
+        return groups
 
     def append(self, new: list[list[int]], scores: ScoresSoFar) -> list[int]:
         """Appends the new tokens of each remaining row, up to where plain decoding would have stopped.
@@ -242,14 +225,8 @@ class Sequences:
         for row in range(self.batch):
             if active[row]:
                 self._write(row, tokens[row])
-        if self._others:
-            kept = self._keep_step_by_step(tokens, active, scores)
-        else:
-            late = self._late()
-            kept = [0] * self.batch
-            for row, is_active in enumerate(active):
-                if is_active:
-                    kept[row] = self._keep(row, tokens[row], late)
+        late = self._late()
+        kept = [self._keep(row, tokens[row], late, scores) if active[row] else 0 for row in range(self.batch)]
         for row, count in enumerate(kept):
             self.lengths[row] += count
         return kept
@@ -274,19 +251,27 @@ class Sequences:
                 self.finished_at[row] = length
         self.stream()
 
-    def _keep(self, row: int, tokens: list[int], late: bool) -> int:
-        """How many of its new tokens a row keeps if the host evaluates all criteria; records where the row stops."""
+    def _keep(self, row: int, tokens: list[int], late: bool, scores: ScoresSoFar) -> int:
+        """How many of its new tokens a row keeps; records where it stops."""
         length = self.lengths[row]
         within = self._max_length is None or length + len(tokens) < self._max_length
-        if within and not late and self._eos_ids.isdisjoint(tokens):
+        if within and not late and not self._others and self._eos_ids.isdisjoint(tokens):
             return len(tokens)
-        for token in tokens:
+        for count, token in enumerate(tokens, 1):
             length += 1
-            if self.finished_at[row] is None and (late or self.ends(token, length)):
+            if self.finished_at[row] is None and (
+                late or self.ends(token, length) or self._others_stop(row, length, count, scores)
+            ):
                 self.finished_at[row] = length
                 if self.pads_finished:
                     break
         return length - self.lengths[row]
+
+    def _others_stop(self, row: int, length: int, count: int, scores: ScoresSoFar) -> bool:
+        """Whether a criterion that reads the text stops a row at this length, with its `count`-th new token."""
+        if not self._others:
+            return False
+        return bool(self._others(self.prefixes(length, [row]), scores([row] * self.batch, count))[row])
 
     def _late(self) -> bool:
         """Whether a `max_time` has passed."""
@@ -298,48 +283,10 @@ class Sequences:
         """Whether end of text or the maximal length stops a row with this token, its `length`-th."""
         return token in self._eos_ids or (self._max_length is not None and length >= self._max_length)
 
-    def _keep_step_by_step(self, tokens: list[list[int]], active: list[bool], scores: ScoresSoFar) -> list[int]:
-        """Like `_keep` for all rows, with criteria that need all rows as in plain decoding, one token per call."""
-        kept = [0] * self.batch
-        running = [row for row in range(self.batch) if active[row]]
-        while running:
-            stopped = self._check_stops([row for row in running if self.finished_at[row] is None], kept, tokens, scores)
-            for row in running:
-                kept[row] += 1
-                if row in stopped:
-                    self.finished_at[row] = self.lengths[row] + kept[row]
-            running = [
-                row
-                for row in running
-                if kept[row] < len(tokens[row]) and (self.finished_at[row] is None or not self.pads_finished)
-            ]
-        return kept
-
     def _write(self, row: int, tokens: list[int]) -> None:
         self.ids[row].narrow(0, self.lengths[row], len(tokens)).copy_(from_host(tokens, self.ids.device))
         if self._texts is not None:  # otherwise it would be read back from the device
             self._texts[row][self.lengths[row] :] = tokens
-
-    def _check_stops(
-        self,
-        rows: list[int],
-        kept: list[int],
-        tokens: list[list[int]],
-        scores: ScoresSoFar,
-    ) -> set[int]:
-        """The rows among `rows` that stop with their next token."""
-        late = self._late()
-        stopped = {row for row in rows if late or self.ends(tokens[row][kept[row]], self.lengths[row] + kept[row] + 1)}
-        if rows:
-            step = kept[rows[0]]  # all rows that still run have kept the same number of new tokens
-
-            def evaluate(length: int, group: list[int], source_rows: list[int]) -> Tensor:
-                return self._others(self.prefixes(length, group), scores(source_rows, step + 1))
-
-            for group, verdict in self.for_each_length(rows, step + 1, evaluate):
-                stops = verdict.tolist()
-                stopped.update(row for row in group if stops[row])
-        return stopped
 
     def stream(self) -> None:
         """Passes to the streamer what no later round can change."""

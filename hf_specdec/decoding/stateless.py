@@ -10,53 +10,21 @@ whose author knows better says so by an attribute `keeps_no_state = True`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    StopStringCriteria,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkLogitsProcessor,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList, generation
 
 # They depend on the logits only: one call can process all nodes of a tree.
 PREFIX_FREE = frozenset(
     {
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        InfNanRemoveLogitsProcessor,
-        LogitNormalization,
-        MinPLogitsWarper,
-        SuppressTokensLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
+        generation.EpsilonLogitsWarper,
+        generation.EtaLogitsWarper,
+        generation.InfNanRemoveLogitsProcessor,
+        generation.LogitNormalization,
+        generation.MinPLogitsWarper,
+        generation.SuppressTokensLogitsProcessor,
+        generation.TemperatureLogitsWarper,
+        generation.TopKLogitsWarper,
+        generation.TopPLogitsWarper,
+        generation.TypicalLogitsWarper,
     }
 )
 
@@ -64,43 +32,44 @@ PREFIX_FREE = frozenset(
 # arguments and the size of the vocabulary; the generator of a watermark is seeded from the row's ids in every call.
 READS_PREFIX = frozenset(
     {
-        EncoderNoRepeatNGramLogitsProcessor,
-        EncoderRepetitionPenaltyLogitsProcessor,
-        ExponentialDecayLengthPenalty,
-        ForcedBOSTokenLogitsProcessor,
-        ForcedEOSTokenLogitsProcessor,
-        MinLengthLogitsProcessor,
-        MinNewTokensLengthLogitsProcessor,
-        NoBadWordsLogitsProcessor,
-        NoRepeatNGramLogitsProcessor,
-        RepetitionPenaltyLogitsProcessor,
-        SequenceBiasLogitsProcessor,
-        SuppressTokensAtBeginLogitsProcessor,
-        TopHLogitsWarper,
-        WatermarkLogitsProcessor,
+        generation.EncoderNoRepeatNGramLogitsProcessor,
+        generation.EncoderRepetitionPenaltyLogitsProcessor,
+        generation.ExponentialDecayLengthPenalty,
+        generation.ForcedBOSTokenLogitsProcessor,
+        generation.ForcedEOSTokenLogitsProcessor,
+        generation.MinLengthLogitsProcessor,
+        generation.MinNewTokensLengthLogitsProcessor,
+        generation.NoBadWordsLogitsProcessor,
+        generation.NoRepeatNGramLogitsProcessor,
+        generation.RepetitionPenaltyLogitsProcessor,
+        generation.SequenceBiasLogitsProcessor,
+        generation.SuppressTokensAtBeginLogitsProcessor,
+        generation.TopHLogitsWarper,
+        generation.WatermarkLogitsProcessor,
     }
 )
 
 # The host evaluates them from a token, its position and the time.
-ON_HOST = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria})
+ON_HOST = frozenset({generation.EosTokenCriteria, generation.MaxLengthCriteria, generation.MaxTimeCriteria})
 
 # Stop strings are compared with the last tokens of each row.
-CRITERIA = ON_HOST | {StopStringCriteria}
+CRITERIA = ON_HOST | {generation.StopStringCriteria}
 
 
 def user_code(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all processors and criteria that are not known to be stateless."""
     known = ((logits_processor, PREFIX_FREE | READS_PREFIX), (stopping_criteria, CRITERIA))
-    return [_name(each) for objects, classes in known for each in objects if not _is_known(each, classes)]
+    return [
+        _name(each)
+        for objects, classes in known
+        for each in objects
+        if type(each) not in classes and getattr(each, "keeps_no_state", False) is not True
+    ]
 
 
 def late_criteria(stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all criteria whose result is not known from a token, its position and the time."""
     return [_name(each) for each in stopping_criteria if type(each) not in ON_HOST]
-
-
-def _is_known(each: object, classes: Collection[type]) -> bool:
-    return type(each) in classes or getattr(each, "keeps_no_state", False) is True
 
 
 def _name(function: object) -> str:

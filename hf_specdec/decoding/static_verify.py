@@ -1,4 +1,4 @@
-"""StaticVerify: a target's verify forward with the same shapes and addresses in every round.
+"""`static_verify`: a target's verify forward with the same shapes and addresses in every round.
 
 It does what `TargetModel.verify` does, in a form that `graphs.py` can capture: the tree is padded to a bucket of nodes,
 the prefix to a bucket of entries, and the values of a round are written into the same tensors. The captured forward
@@ -22,53 +22,44 @@ def capacity_for(entries: int) -> int:
     return prefix_bucket(entries) + 1 + DRAFT_SIZES[-1]
 
 
-class StaticVerify:
-    """Verifies the trees of one call.
+def static_verify(
+    workspace: Workspace, target: Any, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [batch, nodes, vocab] float32 and features; valid until the next call.
 
     Args:
         workspace: of the target's model, reserved for this call.
+        target: the `TargetModel` of this call. Each prompt is one interval of entries (`prompt_starts`).
+        tree: to verify.
+        position_ids: [batch, nodes] int64.
+        first: runs nodes from this index on, see `TargetModel.verify`.
+        lead: the node with this index is written at the bucket's entry, and those before it are committed next,
+            see `TargetModel.verify`.
     """
+    cache, nodes = target.cache, nodes_bucket(tree.num_nodes - first)
+    if not first:  # otherwise the nodes are written where the round began
+        cache.place_nodes(prefix_bucket(cache.longest + lead) - lead)
+    at = cache.node_start
+    cache.reserve(first + nodes)
+    batch, device = cache.batch, cache.lengths.device
+    key = (batch, nodes, first, at, target.feature_layers, cache.addresses)
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def make() -> tuple[Tensor, ...]:
+        numbers = torch.zeros(2, batch, nodes, dtype=torch.int64, device=device)
+        depths, rows = numbers.new_zeros(batch, first + nodes), numbers.new_zeros(2, batch)
+        itself = torch.eye(nodes, dtype=torch.bool, device=device)
+        sees = torch.nn.functional.pad(itself, (first, 0)).repeat(batch, 1, 1)
+        return (*numbers, depths, sees, *rows)
 
-    def __call__(
-        self, target: Any, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [batch, nodes, vocab] float32 and features; valid until the next call.
-
-        Args:
-            target: the `TargetModel` of this call. Each prompt is one interval of entries (`prompt_starts`).
-            tree: to verify.
-            position_ids: [batch, nodes] int64.
-            first: runs nodes from this index on, see `TargetModel.verify`.
-            lead: the node with this index is written at the bucket's entry, and those before it are committed next,
-                see `TargetModel.verify`.
-        """
-        cache, nodes = target.cache, nodes_bucket(tree.num_nodes - first)
-        if not first:  # otherwise the nodes are written where the round began
-            cache.place_nodes(prefix_bucket(cache.longest + lead) - lead)
-        at = cache.node_start
-        cache.reserve(first + nodes)
-        batch, device = cache.batch, cache.lengths.device
-        key = (batch, nodes, first, at, target.feature_layers, cache.addresses)
-
-        def make() -> tuple[Tensor, ...]:
-            numbers = torch.zeros(2, batch, nodes, dtype=torch.int64, device=device)
-            depths, rows = numbers.new_zeros(batch, first + nodes), numbers.new_zeros(2, batch)
-            itself = torch.eye(nodes, dtype=torch.bool, device=device)
-            sees = torch.nn.functional.pad(itself, (first, 0)).repeat(batch, 1, 1)
-            return (*numbers, depths, sees, *rows)
-
-        inputs = self.workspace.inputs(key, make)
-        starts = target.prompt_starts
-        assert starts is not None
-        own = slice(first, None)
-        values = (tree.token_ids[:, own], position_ids[:, own], tree.depths, tree.ancestor_mask[:, own], cache.lengths)
-        write_tree(inputs, (*values, starts))
-        logits, *features = self.workspace.run(key, lambda: _forward(self.workspace, inputs, at), target.model)
-        real = slice(0, tree.num_nodes - first)
-        return logits[:, real], features[0][:, real] if features else None
+    inputs = workspace.inputs(key, make)
+    starts = target.prompt_starts
+    assert starts is not None
+    own = slice(first, None)
+    values = (tree.token_ids[:, own], position_ids[:, own], tree.depths, tree.ancestor_mask[:, own], cache.lengths)
+    write_tree(inputs, (*values, starts))
+    logits, *features = workspace.run(key, lambda: _forward(workspace, inputs, at), target.model)
+    real = slice(0, tree.num_nodes - first)
+    return logits[:, real], features[0][:, real] if features else None
 
 
 def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple[Tensor, ...]:

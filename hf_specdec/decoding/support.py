@@ -7,16 +7,8 @@ import functools
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import own_implementation
-from hf_specdec.decoding.host import (
-    CACHE,
-    attention_of,
-    cache_layers,
-    cache_name,
-    is_recurrent,
-    takes_dynamic_cache,
-    takes_positions,
-)
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.once import once_per_model
@@ -39,10 +31,10 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
-    if not takes_dynamic_cache(model) or (is_recurrent(model) and not keeps_states(model)):
+    if not host.takes_dynamic_cache(model) or (host.is_recurrent(model) and not keeps_states(model)):
         raise TreesRefusedError(f"Target {name} stores its keys, values or states outside transformers' DynamicCache")
     types = sorted(set(getattr(config, "layer_types", None) or ()))
-    unknown = sorted({type(layer).__name__ for layer in cache_layers(model) if type(layer) not in KINDS})
+    unknown = sorted({type(layer).__name__ for layer in host.cache_layers(model) if type(layer) not in KINDS})
     if unknown:
         raise TreesRefusedError(f"Target {name} has layers of type {types} with unsupported cache layers: {unknown}")
     if getattr(config, "keep_window_size", None):
@@ -57,11 +49,11 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
         raise TreesRefusedError(
-            f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the ancestor mask of "
-            f"a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
+            f"Target {name} uses attn_implementation={own_implementation(config)!r}, which cannot take the ancestor "
+            f"mask of a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
         )
     counted = types == ["linear_attention"] or standins.counts_entries(model)
-    if not takes_positions(model) and not counted:
+    if not host.takes_positions(model) and not counted:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so the nodes of a draft tree cannot get their positions"
         )
@@ -70,20 +62,20 @@ def check_supported(model: PreTrainedModel) -> None:
 @once_per_model
 def keeps_states(model: PreTrainedModel) -> bool:
     """Whether layers of a target keep states of a recurrence or convolution, which cannot be cropped."""
-    return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))
+    return any(isinstance(layer, LinearAttentionLayer) for layer in host.cache_layers(model))
 
 
 @once_per_model
 def can_be_cut_back(model: PreTrainedModel) -> bool:
     """Whether the host can crop a target's cache; otherwise accepted tokens must run again."""
-    known = takes_dynamic_cache(model) and not is_recurrent(model) and not keeps_states(model)
-    return known and all(type(layer) in KINDS for layer in cache_layers(model))
+    known = host.takes_dynamic_cache(model) and not host.is_recurrent(model) and not keeps_states(model)
+    return known and all(type(layer) in KINDS for layer in host.cache_layers(model))
 
 
 def chains_refused(model: PreTrainedModel, max_length: int) -> str | None:
     """Why the host's own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
-    if cache_name(model) != CACHE:
-        return f"that loop does not support caches in the argument {cache_name(model)}"
+    if host.cache_name(model) != host.CACHE:
+        return f"that loop does not support caches in the argument {host.cache_name(model)}"
     kept = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if kept is not None and max_length > kept:
         return f"texts of up to {max_length} tokens exceed keep_window_size={kept}: drafted keys would replace others"

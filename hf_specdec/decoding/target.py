@@ -25,7 +25,7 @@ from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import inference_on_cpu
-from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
+from hf_specdec.decoding.graphs import CompileMode, Workspace, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
 from hf_specdec.decoding.layers.stepped import STEPPED, stepping
@@ -35,7 +35,7 @@ from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.same_bits import most_rows
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
+from hf_specdec.decoding.static_verify import capacity_for, static_verify
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -156,7 +156,7 @@ class TargetModel:
         self.same_bits, self.most_rows = same_bits, most_rows(model) if same_bits else 0
         self.runs_in_inference_mode = runs_in_inference_mode(model)
         self.compile_mode = compile_mode
-        self.static: StaticVerify | None = None
+        self.static: Workspace | None = None  # of captured forwards
         compiles = compile_mode == "reduce-overhead" and not can_capture(model.device)
         self.forward = compiled_forward() if compiles else run
         self.cache = TreeCache(self.num_layers)
@@ -174,7 +174,6 @@ class TargetModel:
         self._stored_rows: dict[int, tuple[int, Any]] = {}
         self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None, NextStep] | None = None
         self._rows: list[int] = []
-        self._saved_states: dict[int, tuple[int, Any]] = {}  # length and states by row of the batch, see `save_states`
         self.num_forwards = self.num_layers_run = 0
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
         self._tap_hooks: list[int] = []  # their ids
@@ -349,8 +348,7 @@ class TargetModel:
         if self.compile_mode != "none" and self.prompt_starts is not None and self.step.is_plain:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device, self.compile_mode)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
-                self.static = StaticVerify(workspace)
-                self.cache.workspace = workspace
+                self.static = self.cache.workspace = workspace
         room = self.cache.get_seq_length() + FIRST_ROOM
         capacity = min(capacity, room) if self.static is None else capacity_for(capacity)
         self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
@@ -380,17 +378,6 @@ class TargetModel:
             self.position_offset, self.prompt_mask, self.prompt_starts, self.step = self._whole_batch
             self.cache.put_rows(self._stored_rows)
             self._whole_batch, self._stored_rows = None, {}
-
-    def save_states(self, rows: Sequence[int]) -> None:
-        """Stores the current states of these rows of the batch, once per row, for `hand_back`.
-
-        For rows that may pass the end of the output, which is not known yet: states cannot be cut.
-        """
-        current = self._rows or list(range(self.cache.batch))
-        for row in rows:
-            if row not in self._saved_states and row in current:
-                index = current.index(row)
-                self._saved_states[row] = self.cache.row_lengths[index], self.cache.take_states(index)
 
     def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
         """Position ids [batch, entries] of the entries that the prefill added; which are not padding, None for all."""
@@ -523,7 +510,7 @@ class TargetModel:
         position_ids = self.position_ids(tree, root_positions)
         if self.static is not None:
             if not self.output_options:
-                logits_of_nodes, features = self.static(self, tree, position_ids, first, lead)
+                logits_of_nodes, features = static_verify(self.static, self, tree, position_ids, first, lead)
                 features, states = self._split(features)
                 return TargetOutput(logits_of_nodes, features, states=states)
             self.cache.place_nodes(None)
@@ -610,7 +597,7 @@ class TargetModel:
         An exception's traceback may keep this object alive, so that its end alone would not release them.
         """
         if self.static is not None:
-            self.static.workspace.release(self)
+            self.static.release(self)
 
     def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
         """Leaves the caller's cache as plain decoding would: all output tokens of every row except the last.
@@ -624,9 +611,6 @@ class TargetModel:
         cache, entry_offset = self.cache, self.entry_offset
         entries = output_ids.shape[1] - 1 + entry_offset
         known = [min(length - 1 + entry_offset, entries) for length in lengths]
-        for row, (length, states) in self._saved_states.items():
-            if cache.row_lengths[row] > known[row]:
-                cache.return_to(row, length, states)
         cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
         missing = [entries - length for length in cache.row_lengths]
         if any(missing):

@@ -17,14 +17,14 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import MaxLengthCriteria
 
 from hf_specdec.decoding import host, same_bits
-from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model, products_of, undisturbed
+from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, products_of, undisturbed
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -48,14 +48,14 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
     """
     trouble = _why_no_trees(model)
     if trouble is None and padded and not host.looks_attention_up(model):
-        trouble = _why_no_padded_trees(model)
+        trouble = _why_no_trees(model, PADDING)
     if trouble is not None:
         raise TreesRefusedError(trouble)
 
 
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
-    return _why_no_chains(model) or (_why_no_padded_chains(model) if padded else None)
+    return _why_no_chains(model) or (_why_no_chains(model, PADDING) if padded else None)
 
 
 def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False) -> str | None:
@@ -66,23 +66,16 @@ def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False
         rows: of the batch.
         padded: whether prompts have left padding.
     """
-    trouble = same_bits.why_not(model) or _why_no_same_bits(model) or (_why_no_padded_bits(model) if padded else None)
+    trouble = same_bits.why_not(model) or _why_other_bits(model)
+    if trouble is None and padded:
+        trouble = _why_other_bits(model, PADDING)
     if trouble is None and same_bits.most_rows(model) < 2 * rows:
         return f"with this target and processor, at most {same_bits.most_rows(model)} rows and nodes get them at once"
     return trouble
 
 
 @functools.partial(once_per_model, state=products_of)
-def _why_no_same_bits(model: PreTrainedModel) -> str | None:
-    return _compare_bits(model, 0)
-
-
-@functools.partial(once_per_model, state=products_of)
-def _why_no_padded_bits(model: PreTrainedModel) -> str | None:
-    return _compare_bits(model, PADDING)
-
-
-def _compare_bits(model: PreTrainedModel, padding: int) -> str | None:
+def _why_other_bits(model: PreTrainedModel, padding: int = 0) -> str | None:
     with undisturbed(model):
         if torch.equal(_tree(model, padding, same_bits=True), _plain_tree(model, padding)):
             return None
@@ -97,10 +90,10 @@ def _needs_trial(model: PreTrainedModel) -> bool:
 
 
 @once_per_model
-def _why_no_trees(model: PreTrainedModel) -> str | None:
+def _why_no_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     """Why trees do not work; None if they do, possibly with layers that step from node to node."""
-    trouble = _compare_trees(model) if _needs_trial(model) else None
-    if trouble is None or not keeps_states(model):
+    trouble = _compare_trees(model, padding) if padding or _needs_trial(model) else None
+    if trouble is None or padding or not keeps_states(model):
         return trouble
     STEPPED.add(model)
     if _compare_trees(model) is None:
@@ -109,44 +102,31 @@ def _why_no_trees(model: PreTrainedModel) -> str | None:
     return trouble
 
 
-@once_per_model
-def _why_no_padded_trees(model: PreTrainedModel) -> str | None:
-    return _compare_trees(model, PADDING)
-
-
 def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     name = type(model).__name__
     try:
         with undisturbed(model):
             found, plain = _tree(model, padding), _plain_tree(model, padding)
-    except _WRONG as error:
+    except REFUSED_RUN as error:
         return f"In a trial, the layers of target {name} could not be run on a draft tree: {error}"
     apart = _apart(model, found, plain)
     if apart is None:
         return None
+    layers = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
     return (
         f"In a trial{' with left padding' if padding else ''}, a draft tree got logits from target {name} that differ "
         f"by {apart:.3g} from those of plain decoding (up to {plain.abs().max():.3g}), so one of its layers "
-        f"({', '.join(_layer_classes(model))}) is not supported"
+        f"({', '.join(layers)}) is not supported"
     )
 
 
 @once_per_model
-def _why_no_chains(model: PreTrainedModel) -> str | None:
-    return _compare_chains(model)
-
-
-@once_per_model
-def _why_no_padded_chains(model: PreTrainedModel) -> str | None:
-    return _compare_chains(model, PADDING)
-
-
-def _compare_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
+def _why_no_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
         with undisturbed(model):
             tokens = _tokens(model)[1]
             found, plain = _forced(model, tokens, padding, drafted=True), _forced(model, tokens, padding)
-    except _WRONG as error:
+    except REFUSED_RUN as error:
         return f"in a trial, several tokens in one forward after cached ones failed: {error}"
     apart = _apart(model, found, plain)
     if apart is None:
@@ -154,19 +134,11 @@ def _compare_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
     return f"in a trial, several tokens in one forward after cached ones got logits that differ by {apart:.3g}"
 
 
-_WRONG = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-
-
 def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None:
     """The largest difference of logits [nodes, vocab]; None if rounding explains it."""
     apart, exact = (found - plain).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
     wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * plain.abs().max())
     return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
-
-
-def _layer_classes(model: PreTrainedModel) -> list[str]:
-    """Classes of the modules with a layer of the cache, which have the attribute `layer_idx`."""
-    return sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
 
 
 def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,11 +230,5 @@ class _Script(TreeCandidateGenerator):
             drafts[-1] = self.tokens[0]
         return torch.cat([input_ids, drafts.unsqueeze(0)], 1), None
 
-    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to learn."""
-
     def draft(self, context: DraftContext) -> DraftTree:
         raise NotImplementedError("used in the host's loop only")
-
-    def observe(self, committed: Committed) -> None:
-        """Nothing to observe."""

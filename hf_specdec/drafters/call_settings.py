@@ -13,7 +13,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_specdec.decoding.host import default_settings
-from hf_specdec.decoding.policies import Always, Limited
+from hf_specdec.decoding.policies import Always
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.options import TreeOptions, is_number
 
@@ -69,7 +69,8 @@ class CallSettings:
 
     def restrict(self, policy: Always) -> Always:
         """The policy of a call under these settings."""
-        return policy if self == CallSettings() else Limited(policy, self.most_tokens, self.least_prob)
+        policy.restrict(self.most_tokens, self.least_prob)
+        return policy
 
 
 def report_unused(config: GenerationConfig, mode_kwargs: dict[str, Any], drafter: Drafter) -> None:

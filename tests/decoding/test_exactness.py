@@ -125,6 +125,16 @@ def test_left_padding_changes_no_token_in_float64_with_eager_attention(family: s
     assert assisted.tolist() == alone.tolist()
 
 
+def test_padding_does_not_count_among_the_tokens_of_an_attention_chunk() -> None:
+    target, prompts = make_target("llama4", "sdpa"), PROMPTS["ragged batch of three"]()
+    settings = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    alone = target.generate(**prompts, **settings)
+    drafter = right_for([2, 0, 3], alone.sequences)
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    torch.testing.assert_close(torch.stack(assisted.logits), torch.stack(alone.logits), rtol=1e-6, atol=1e-6)
+    assert drafter.stats.num_accepted_draft_tokens > 0
+
+
 def test_text_up_to_the_last_learned_position_can_be_generated() -> None:
     # Learned positions end somewhere; drafts beyond the longest text that is allowed must not be looked up there.
     target = fresh_target("gpt2", "sdpa", max_position_embeddings=24)

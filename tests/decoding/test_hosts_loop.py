@@ -184,6 +184,36 @@ def test_texts_end_where_plain_decoding_ends(make: Any, eos: bool) -> None:
                 assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
+def test_nothing_is_drafted_behind_the_last_learned_position() -> None:
+    # The host would run these drafts, and cut them from the text afterwards.
+    target, prompts = gpt_neo(), PROMPTS["batch of one"]()
+    script = target.generate(**prompts, **GREEDY)
+    positions = target.transformer.wpe
+    positions.weight.data = positions.weight.data[: script.shape[1] - 1]  # the last token is not run
+    drafter = right_for(5, script, siblings=0)
+    with hosts_loop():
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == script.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_drafters_are_told_the_positions_of_the_text(padding: int) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    prompts = {name: torch.nn.functional.pad(part, (padding, 0)) for name, part in prompts.items()}
+    script = target.generate(**prompts, **GREEDY)
+    drafter = right_for([2, 0, 5, 1], script, siblings=0)
+    with hosts_loop():
+        target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    told = [
+        (token, position)
+        for outcome in drafter.outcomes
+        for token, position in zip(outcome.token_ids[0].tolist(), outcome.position_ids[0].tolist(), strict=True)
+        if position >= 0
+    ]
+    assert len(drafter.outcomes) > 4
+    assert told == [(token, place) for place, token in enumerate(script[0, padding:].tolist())][: len(told)]
+
+
 def test_cache_of_the_caller_is_continued_and_returned() -> None:
     target, prompts = gpt_neo(), PROMPTS["batch of one"]()
     caches = []

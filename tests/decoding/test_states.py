@@ -247,6 +247,21 @@ def test_states_returned_for_rows_stopped_by_custom_criteria_are_those_of_their_
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_states_returned_for_rows_that_ended_earlier_are_those_of_their_end() -> None:
+    # Without an end of text no row is padded: drafts that are right carry one past the end while others still write.
+    target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), ragged_prompts()
+    settings = {**GREEDY, "return_dict_in_generate": True}
+    alone = target.generate(**prompts, **settings)
+    script = target.generate(**prompts, max_new_tokens=30, do_sample=False)
+    script[1:] = 1  # only the first row's drafts are right
+    assisted = target.generate(**prompts, **settings, assistant_model=right_for(6, script))
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    for row in range(3):
+        ours, theirs = (states_of(each.past_key_values, row) for each in (assisted, alone))
+        for own, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_forwards_of_other_threads_run_the_hosts_own_functions() -> None:
     target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), one_prompt()
     script = target.generate(**prompts, **GREEDY)

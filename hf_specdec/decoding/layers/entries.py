@@ -11,15 +11,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdec.decoding.graphs import Workspace
-from hf_specdec.decoding.layers.base import Extent, LayerStates
 from hf_specdec.decoding.tree import from_host
 
 GROWTH = 256  # least entries added when a row outgrows its capacity; long rows grow by a quarter
 SLAB_BYTES = 1 << 28  # of one buffer, if it is of several layers: while it is filled, these are stored twice
+
+
+class Extent:
+    """The lengths that a cache shares with its layers.
+
+    Layers do not refer to the cache itself: the reference cycle would delay freeing its memory until a garbage
+    collection.
+
+    Attributes:
+        longest: entries of the longest row; None during the prefill.
+        nodes_at: entry of the round's first node, if not directly after the longest row.
+        written: nodes of the current round that earlier forwards have written.
+    """
+
+    def __init__(self) -> None:
+        self.longest: int | None = None
+        self.nodes_at: int | None = None
+        self.written = 0
+
+    @property
+    def node_start(self) -> int:
+        """The entry of a round's first node."""
+        assert self.longest is not None, "the cache is still in its prefill phase"
+        return self.longest if self.nodes_at is None else self.nodes_at
 
 
 class EntriesLayer(CacheLayerMixin):
@@ -68,8 +91,8 @@ class EntriesLayer(CacheLayerMixin):
             self.dropped = source.get_seq_length() - source.keys.shape[2]
             padding = (0, 0, self.dropped, 0)
             self.lazy_initialization(source.keys, source.values)
-            self.keys = torch.nn.functional.pad(source.keys, padding)
-            self.values = torch.nn.functional.pad(source.values, padding)
+            self.keys = nn.functional.pad(source.keys, padding)
+            self.values = nn.functional.pad(source.values, padding)
 
     def hand_back_more(self, layer: Any, length: int) -> None:
         """Writes what has an entry per token besides keys and values to a layer of the caller's cache."""
@@ -121,8 +144,8 @@ class IndexedLayer(EntriesLayer):
             layer.indexer_keys = self.index[:, 0, :length].clone()
 
 
-class Entries(LayerStates):
-    """All attention layers of one cache.
+class Entries:
+    """All attention layers of one cache. A round does not change what was stored before it.
 
     Args:
         layers: as the host reads and writes them; layers that were never written to are skipped.
@@ -156,12 +179,14 @@ class Entries(LayerStates):
         return tuple(slab.data_ptr() for slab in self._slabs)
 
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
+        """Ends the prefill; rows may hold `capacity` entries, and more after `reserve`."""
         if self.layers:
             for layer in self.layers:
                 layer.contiguous = contiguous and self.batch > 1  # a single row is contiguous without a copy
             self._allocate(self.layers[0].keys.shape[2], capacity)
 
     def reserve(self, entries: int) -> None:
+        """Makes room for this many entries per row, nodes included."""
         if self.layers and entries > self.capacity:
             self._allocate(self.extent.node_start + self.extent.written, entries + max(GROWTH, entries // 4))
 
@@ -206,6 +231,13 @@ class Entries(LayerStates):
             self.workspace.release()
 
     def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
+        """Appends nodes of the round to each row.
+
+        Args:
+            path: [batch, steps] int64 nodes in ascending order. Columns beyond a row's count are ignored.
+            lengths: [batch] int64, entries of each row before the commit.
+            counts: [batch] int64, nodes of the path that each row keeps.
+        """
         batch, steps = path.shape
         # Entries beyond a row's count are written after its new end; they are overwritten before they are read.
         source, target = path + self.extent.node_start, lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
@@ -214,9 +246,6 @@ class Entries(LayerStates):
             source, target = source + rows, target + rows
         self.move(source.flatten(), target.flatten())
 
-    def carry_over(self, nodes: Tensor | int) -> None:
-        """Nothing to do: the cache has moved the entries."""
-
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies entries; both arguments [moved] int64, flat indices row * capacity + entry."""
         for slab in self._slabs:
@@ -224,6 +253,10 @@ class Entries(LayerStates):
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
 
     def clear_uncommitted(self, row_lengths: Sequence[int]) -> None:
+        """Zeros the entries of nodes, and those that the host's own cache would have dropped.
+
+        They may hold NaN, and masks do not stop NaN, because 0 * NaN is NaN.
+        """
         for slab in self._slabs:
             for row, length in enumerate(row_lengths):
                 slab[:, row, length:] = 0
@@ -234,23 +267,21 @@ class Entries(LayerStates):
                         stored[row, :, : max(0, length + 1 - layer.window)] = 0
 
     def take_row(self, row: int, length: int) -> list[list[Tensor]]:
+        """A copy of a row's content, for `put_rows`."""
         return [[getattr(layer, name)[row, :, :length].clone() for name in layer.names] for layer in self.layers]
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
+        """Continues with these rows only, in this order."""
         self._replace(longest, lambda stored, _: stored[from_host(rows, stored.device), :, :longest])
 
     def put_rows(self, saved: dict[int, list[list[Tensor]]], longest: int) -> None:
-        batch = self.batch + len(saved)
-        own = [row for row in range(batch) if row not in saved]
+        """Inserts rows saved by `take_row`; each key is the row's index in the resulting batch."""
 
         def joined(stored: Tensor, index: tuple[int, int]) -> Tensor:
-            layer, part = index
-            everything = stored.new_zeros(batch, stored.shape[1], longest, stored.shape[3])
-            everything[own, :, : min(longest, stored.shape[2])] = stored[:, :, :longest]
-            for row, entries in saved.items():
-                kept = entries[layer][part]
-                everything[row, :, : kept.shape[1]] = kept
-            return everything
+            (layer, part), own = index, iter(stored[:, :, :longest])
+            batch = len(stored) + len(saved)
+            rows = [saved[row][layer][part] if row in saved else next(own) for row in range(batch)]
+            return torch.stack([nn.functional.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows])
 
         self._replace(longest, joined)
 
@@ -265,8 +296,9 @@ class Entries(LayerStates):
         self._allocate(longest, max(capacity, longest))
 
     def hand_back(self, like: Cache, length: int) -> None:
-        """Sliding layers get only their window, unless they record their past.
+        """Writes to `like`, the caller's cache, what plain decoding would have left after `length` tokens.
 
+        Sliding layers get only their window, unless they record their past.
         If the buffers are at least half full, the caller gets views, and the buffers must not be written to afterwards.
         Otherwise the caller gets copies, so that the buffers can be freed. Buffers of a workspace are always copied,
         because later calls write to them.

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
 
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent
-from hf_specdec.decoding.layers.entries import EntriesLayer, IndexedLayer
+from hf_specdec.decoding.layers.entries import EntriesLayer, Extent, IndexedLayer
 from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
 
 # Class of the host's layer -> class of ours; None for layers that store nothing.
 KINDS: dict[type, type | None] = {
-    DynamicLayer: EntriesLayer,
-    DynamicSlidingWindowLayer: EntriesLayer,
-    DynamicIndexedLayer: IndexedLayer,
-    LinearAttentionLayer: RecurrentLayer,
-    LinearAttentionAndFullAttentionLayer: HybridLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
+    cache_utils.DynamicLayer: EntriesLayer,
+    cache_utils.DynamicSlidingWindowLayer: EntriesLayer,
+    cache_utils.DynamicIndexedLayer: IndexedLayer,
+    cache_utils.LinearAttentionLayer: RecurrentLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: HybridLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
     DummyLayer: None,
 }
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from hf_specdec.decoding.layers.base import Extent, LayerStates
-from hf_specdec.decoding.layers.entries import EntriesLayer
+from hf_specdec.decoding.layers.entries import EntriesLayer, Extent
 from hf_specdec.decoding.layers.nodes import current_nodes
 from hf_specdec.decoding.tree import from_host, pick
 
@@ -113,10 +112,6 @@ class RecurrentLayer(LinearAttentionLayer):
         """Copies the states of a DynamicCache layer."""
         _copy_states(source, self)
 
-    def hand_back(self, layer: LinearAttentionLayer) -> None:
-        """Copies the states to a layer of the caller's cache."""
-        _copy_states(self, layer)
-
 
 def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> None:
     """Moves the states of layers to the end of the first `counts` [batch] nodes of `path` [batch, steps].
@@ -204,12 +199,13 @@ class HybridLayer(RecurrentLayer, EntriesLayer):
         EntriesLayer.load_from(self, source)
         RecurrentLayer.load_from(self, source)
 
-    def get_max_length(self) -> int:
-        return -1
+    get_max_length = EntriesLayer.get_max_length
 
 
-class Recurrent(LayerStates):
-    """All layers of one cache that have states.
+class Recurrent:
+    """All layers of one cache that have states; methods as of `Entries`.
+
+    States cannot be cropped: after `commit` the new ones are computed from those before the round.
 
     Args:
         layers: as the host reads and writes them.
@@ -232,9 +228,6 @@ class Recurrent(LayerStates):
         kind, index = self.layers[0].states()[0]
         return len(kind[index])
 
-    def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
-        """Nothing to do: states have a fixed size."""
-
     def reserve(self, entries: int) -> None:
         """Computes the states if a new round begins."""
         if not self.extent.written:
@@ -244,11 +237,13 @@ class Recurrent(LayerStates):
         self.apply_commit()
         self._pending = path, counts
 
-    def carry_over(self, nodes: Tensor | int) -> None:
-        self.apply_commit(nodes)
-
     def apply_commit(self, carried: Tensor | int | None = None) -> None:
-        """Computes the states after the last commit; the tape keeps the `carried` nodes, for the next round."""
+        """Computes the states after the last commit.
+
+        Args:
+            carried: nodes that become nodes 0, 1, ... of the next round, and stay on the tape: [batch, nodes] int64, or
+                an index: all nodes from this one on. None for no nodes.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             _advance(self.layers, *pending)
@@ -265,13 +260,6 @@ class Recurrent(LayerStates):
     def take_row(self, row: int, length: int) -> list[list[Tensor]]:
         self.apply_commit()
         return [[kind[index][row].clone() for kind, index in layer.states()] for layer in self.layers]
-
-    def return_to(self, row: int, states: list[list[Tensor]]) -> None:
-        """Restores the states of a row from `take_row`."""
-        self.apply_commit()
-        for layer, kept in zip(self.layers, states, strict=True):
-            for (kind, index), state in zip(layer.states(), kept, strict=True):
-                kind[index] = kind[index].index_copy(0, from_host([row], layer.device), state.unsqueeze(0))
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         self.apply_commit()
@@ -293,4 +281,4 @@ class Recurrent(LayerStates):
         self.apply_commit()
         for own, layer in zip(self.all_layers, like.layers, strict=False):
             if isinstance(own, RecurrentLayer):
-                own.hand_back(layer)
+                _copy_states(own, layer)

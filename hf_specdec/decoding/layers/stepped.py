@@ -135,7 +135,8 @@ def _levels(
         above = parents[row, node]
         level_cache = copy.copy(cache)
         level_cache.layers = list(cache.layers)
-        level_cache.layers[index] = step = _host_layer(layer)
+        level_cache.layers[index] = step = LinearAttentionLayer(layer.number_of_states)
+        copy_flags(layer, step)
         for (kind, number), base, states in zip(layer.states(), bases, after, strict=True):
             from_parent = states[row, above.clamp(min=0)]
             start = base[row].where((above < 0).view(-1, *[1] * (base.dim() - 1)), from_parent)
@@ -157,13 +158,6 @@ def _levels(
             states[row, node] = (step.conv_states if kind is layer.conv_states else step.recurrent_states)[number]
     layer.tape.after = after
     return outputs
-
-
-def _host_layer(like: RecurrentLayer) -> LinearAttentionLayer:
-    """A layer of the host without states, but with the flags of one that has states."""
-    layer = LinearAttentionLayer(like.number_of_states)
-    copy_flags(like, layer)
-    return layer
 
 
 def _put(outputs: Any, of_level: Any, shape: tuple[int, int], row: Tensor, node: Tensor) -> Any:

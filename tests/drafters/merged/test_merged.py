@@ -103,6 +103,17 @@ def test_the_one_node_of_the_budget_goes_to_the_source_that_turns_out_right(targ
     assert sum(accepted[-10:]) == 10
 
 
+def test_a_node_that_two_sources_propose_counts_for_both(target: PreTrainedModel) -> None:
+    script = target.generate(**one_prompt(), **GREEDY)
+    merged = MergedDrafter(right_for(2, script, siblings=0), right_for(2, script, siblings=0), tree_budget=8)
+    merged.trace = Trace()
+    target.generate(**one_prompt(), **GREEDY | {"max_new_tokens": 4}, assistant_model=merged)  # in one round
+    assert [each.sources for each in merged.trace.rounds] == [["", *["stub 1+stub 2"] * 3]]
+    assert merged.stats is not None
+    counts = [merged.stats.by_source[name] for name in ("stub 1", "stub 2")]
+    assert [(each.num_draft_tokens, each.num_accepted_tokens) for each in counts] == [(3, 2)] * 2
+
+
 def test_sources_are_told_of_their_own_tree_and_path(target: PreTrainedModel) -> None:
     script = target.generate(**one_prompt(), **GREEDY)
     short, long = right_for(1, script), right_for(3, script)
