@@ -215,7 +215,7 @@ class WrappingDrafter(Drafter):
 
 @contextmanager
 def always_drafting() -> Iterator[None]:
-    """In this context, all rounds draft complete trees, with all sources, whatever the options say and a clock shows."""
+    """In this context, all rounds draft complete trees, with all sources, whatever options say and a clock shows."""
     before = ALWAYS_DRAFTING.set(True)
     try:
         yield
