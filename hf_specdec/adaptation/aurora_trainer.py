@@ -96,7 +96,7 @@ class AuroraTrainer:
         self.serving = weights_of(drafter)  # the last ones that served
         self.published: dict[int, list[Tensor]] = {}  # those that may come to serve
         self.heeded = 0  # the publication of the last verdict
-        self.optimizer = self._new_optimizer()
+        self.optimizer = new_optimizer(self.drafter, self.learning_rate)
 
     def publish(self) -> Publication | None:
         """Trains on what is recorded and publishes; None if there are too few new texts."""
@@ -146,10 +146,7 @@ class AuroraTrainer:
 
     def _go_back(self) -> None:
         copy_weights(self.serving, self.drafter)
-        self.optimizer = self._new_optimizer()
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return new_optimizer(self.drafter, self.learning_rate)
+        self.optimizer = new_optimizer(self.drafter, self.learning_rate)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from transformers.generation import BaseStreamer
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
+from hf_specdec.adaptation.learner import new_optimizer
 from hf_specdec.adaptation.recording import Query
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader
@@ -260,7 +261,7 @@ def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafte
         reverts = adaptive.adaptation.num_reverts
         adaptive.fail_safe = FailSafe(window_queries=2, num_sigmas=0)
         adaptive.learner.learning_rate = 3e-4
-        adaptive.learner.optimizer = adaptive.learner._new_optimizer()
+        adaptive.learner.optimizer = new_optimizer(adaptive.learner.learning, 3e-4)
         climb(adaptive)
         earlier = []
         for _ in range(40):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_specdec.adaptation import AuroraDrafter
 from hf_specdec.adaptation.aurora import RoundsFolder
 from hf_specdec.adaptation.aurora_trainer import AuroraTrainer
+from hf_specdec.adaptation.learner import new_optimizer
 from hf_specdec.training.features import TargetReader
 from tests.adaptation.test_adaptive_drafter import GREEDY, prompts, weights_of
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
@@ -174,7 +175,7 @@ def test_worse_weights_are_refused_and_training_goes_back(target: PreTrainedMode
     assert all(torch.equal(good[name], tensor) for name, tensor in weights_of(drafter).items())
     serve(target, served, stream)
     trainer.steps, trainer.learning_rate = 1, 1e-9
-    trainer.optimizer = trainer._new_optimizer()
+    trainer.optimizer = new_optimizer(trainer.drafter, trainer.learning_rate)
     assert trainer.publish() is not None
     for name, parameter in trainer.drafter.named_parameters():
         torch.testing.assert_close(parameter.double(), good[name], atol=1e-5, rtol=1e-5)
