@@ -233,8 +233,7 @@ def _assisted_decoding(
     if trouble is not None:
         why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
         return _decode_plainly(self, assistant_model, why, *args, **kwargs)
-    run = functools.partial(original, self, *args, **kwargs)
-    return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
+    return _decode_chains(self, assistant_model, reason, functools.partial(original, self), *args, **kwargs)
 
 
 def _get_candidate_generator(
@@ -456,7 +455,7 @@ def _decode_chains(
         model: the target.
         drafter: the drafter.
         reason: why trees cannot be verified.
-        run: the host's `_assisted_decoding` with all its arguments except the assistant.
+        run: the host's `_assisted_decoding` of the target.
         input_ids: argument of `_assisted_decoding`, as all that follow.
         logits_processor: see there.
         stopping_criteria: see there.
@@ -487,18 +486,25 @@ def _decode_chains(
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
-    arguments: dict[str, Any] = {CACHE: cache}
+    arguments = others | {CACHE: cache}
     if others.get("streamer") is not None:
         arguments["streamer"] = OneByOne(others["streamer"])
-    if embeddings is not None and others.get("attention_mask") is not None:  # has no padding, and would be cut
-        arguments["attention_mask"] = None
+    if embeddings is not None:  # the mask has no padding, and would be cut; older hosts cannot read None
+        arguments.pop("attention_mask", None)
     if cache.get_seq_length():
         chains.start_after(
             cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP | {CACHE}}
         )
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = run(assistant_model=generator, **arguments)
+            output = run(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                assistant_model=generator,
+                **arguments,
+            )
         generator.count(stats)
         return output
     finally:
