@@ -287,6 +287,7 @@ class TargetModel:
             # With an integer, Gemma 4 also cuts the states that enter layers which share keys and values.
             arguments["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
+        features = self.read_taps()  # before `next_step`, which may run the model for a trial
         returned = getattr(outputs, self.cache_name, None)
         if returned is None:
             raise TreesRefusedError(f"Target {type(self.model).__name__} returned no cache after the prompt")
@@ -303,7 +304,6 @@ class TargetModel:
         self.position_offset = torch.zeros(batch, dtype=torch.int64, device=device)
         if self.step.positions is not None:
             self.position_offset = self.step.positions.to(device) - length
-        features = self.read_taps()
         self.prefilled, self.entry_offset = slice(already, length), length - input_ids.shape[1]
         self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
         return TargetOutput(

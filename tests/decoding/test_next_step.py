@@ -93,7 +93,7 @@ def test_layers_in_slices_refuse_token_types_that_they_would_not_see() -> None:
 
 
 class Steered(LlamaForCausalLM):
-    """A target with an argument of its own, which `generate` hands on at every step."""
+    """A target with arguments of its own, which `generate` hands on at every step; `unread` changes nothing."""
 
     def forward(
         self,
@@ -101,6 +101,7 @@ class Steered(LlamaForCausalLM):
         position_ids: Any = None,
         steer: Tensor | None = None,
         loud: bool = False,
+        unread: Tensor | None = None,
         **others: Any,
     ) -> Any:
         output = super().forward(input_ids, position_ids=position_ids, **others)
@@ -125,6 +126,18 @@ def test_arguments_without_tensors_are_passed_on() -> None:
 def test_tensors_that_nodes_cannot_share_run_chains() -> None:
     with pytest.warns(UserWarning, match=r"Steered gets \['steer'\] in every decoding step.*'ngram' drafts chains"):
         steered().generate(**one_prompt(), steer=torch.ones(64), **GREEDY, assistant_model=NGramDrafter())
+
+
+def test_the_trial_of_a_tensor_leaves_no_features() -> None:
+    """Whether a tensor may be left out is tried after the prompt has run, and before its features are read."""
+    target = steered()
+    drafter = METHODS["dflash"](target)
+    target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
+    accepted = drafter.stats.per_step_accepted
+    settings = {**one_prompt(), **GREEDY, "unread": torch.ones(64)}
+    alone = target.generate(**settings)
+    assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.per_step_accepted == accepted
 
 
 def mllama() -> PreTrainedModel:
