@@ -15,6 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+# Faults of the oldest supported transformers, in plain decoding or in what a trial then refuses.
+IN_OLDEST = transformers.__version__.startswith("5.17.")
+
 VOCAB = 64
 PAD, EOS = 0, 2
 WINDOW = 6

@@ -18,7 +18,7 @@ from hf_specdec.integration import hosts_loop
 from tests.methods import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import random_trees, right_for
-from tests.targets import make_target
+from tests.targets import IN_OLDEST, make_target
 
 NEW = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -92,6 +92,7 @@ def test_rows_keep_their_positions_when_others_leave(family: str) -> None:
     assert rows[-1] < max(rows)
 
 
+@pytest.mark.skipif(IN_OLDEST, reason="plain decoding of this transformers fails after the first chunk")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_prompts_in_chunks_give_the_tokens_of_plain_decoding(family: str) -> None:
     target = tiny_model(family)
@@ -128,7 +129,7 @@ def test_families_that_trees_cannot_serve_equal_plain_decoding(family: str, pict
             warnings.simplefilter("always")
             assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
         said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
-        assert bool(said) == (family != "git" or len(pictures) > 1), "drafted, or said why not"
+        assert bool(said) == (family != "git" or len(pictures) > 1 or IN_OLDEST), "drafted, or said why not"
 
 
 def two_classes(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
