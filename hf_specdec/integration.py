@@ -486,7 +486,7 @@ def _decode_chains(
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
-    arguments = others | {CACHE: cache}
+    arguments = others | {CACHE: cache, "assistant_model": generator}
     if others.get("streamer") is not None:
         arguments["streamer"] = OneByOne(others["streamer"])
     if embeddings is not None:  # the mask has no padding, and would be cut; older hosts cannot read None
@@ -497,14 +497,7 @@ def _decode_chains(
         )
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = run(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                assistant_model=generator,
-                **arguments,
-            )
+            output = run(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
         generator.count(stats)
         return output
     finally:
