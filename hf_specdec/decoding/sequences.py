@@ -225,8 +225,11 @@ class Sequences:
         for row in range(self.batch):
             if active[row]:
                 self._write(row, tokens[row])
-        late = self._late()
-        kept = [self._keep(row, tokens[row], late, scores) if active[row] else 0 for row in range(self.batch)]
+        kept = [len(own) if is_active else 0 for own, is_active in zip(tokens, active, strict=True)]
+        for row, count in self._stops(tokens, active, scores).items():
+            self.finished_at[row] = self.lengths[row] + count
+            if self.pads_finished:
+                kept[row] = count
         for row, count in enumerate(kept):
             self.lengths[row] += count
         return kept
@@ -251,27 +254,26 @@ class Sequences:
                 self.finished_at[row] = length
         self.stream()
 
-    def _keep(self, row: int, tokens: list[int], late: bool, scores: ScoresSoFar) -> int:
-        """How many of its new tokens a row keeps; records where it stops."""
-        length = self.lengths[row]
-        within = self._max_length is None or length + len(tokens) < self._max_length
-        if within and not late and not self._others and self._eos_ids.isdisjoint(tokens):
-            return len(tokens)
-        for count, token in enumerate(tokens, 1):
-            length += 1
-            if self.finished_at[row] is None and (
-                late or self.ends(token, length) or self._others_stop(row, length, count, scores)
-            ):
-                self.finished_at[row] = length
-                if self.pads_finished:
-                    break
-        return length - self.lengths[row]
+    def _stops(self, tokens: list[list[int]], active: list[bool], scores: ScoresSoFar) -> dict[int, int]:
+        """By row, the number of its new tokens at which it stops; rows that go on are absent.
 
-    def _others_stop(self, row: int, length: int, count: int, scores: ScoresSoFar) -> bool:
-        """Whether a criterion that reads the text stops a row at this length, with its `count`-th new token."""
-        if not self._others:
-            return False
-        return bool(self._others(self.prefixes(length, [row]), scores([row] * self.batch, count))[row])
+        As in plain decoding, criteria that read the text are called once per token for all rows of one length: reading
+        what they say waits for the device.
+        """
+        stops: dict[int, int] = {}
+        late = self._late()
+        running = [row for row in range(self.batch) if active[row] and self.finished_at[row] is None]
+        for count in range(1, 1 + max(map(len, tokens))):
+            for length, group in self.by_length(running).items():
+                found = [late] * self.batch
+                if self._others and not late:
+                    prefixes = self.prefixes(length + count, group)
+                    found = self._others(prefixes, scores(self.source_rows(group), count)).tolist()
+                stops |= {
+                    row: count for row in group if found[row] or self.ends(tokens[row][count - 1], length + count)
+                }
+            running = [row for row in running if row not in stops and len(tokens[row]) > count]
+        return stops
 
     def _late(self) -> bool:
         """Whether a `max_time` has passed."""

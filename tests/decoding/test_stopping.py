@@ -51,6 +51,31 @@ def test_rows_that_end_at_different_lengths_are_padded(target: PreTrainedModel) 
     assert (alone == PAD).any()
 
 
+class Counted(StoppingCriteria):
+    """Never stops a row; counts its calls, which change no answer."""
+
+    keeps_no_state = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_rows_of_one_length_share_the_calls_of_a_criterion(target: PreTrainedModel) -> None:
+    prompts = {name: each.repeat(3, 1) for name, each in PROMPTS["batch of one"]().items()}
+    criterion, script = Counted(), script_of(target, prompts)
+    settings = {**GREEDY, "stopping_criteria": StoppingCriteriaList([criterion])}
+    alone = target.generate(**prompts, **settings)
+    calls, criterion.calls = criterion.calls, 0
+    drafter = right_for(2, script)
+    assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
+    assert criterion.calls == calls == NEW
+
+
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("new", range(1, 10))
 def test_length_limit_inside_an_accepted_path_is_kept(target: PreTrainedModel, new: int, batch: str) -> None:
