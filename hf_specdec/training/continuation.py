@@ -20,7 +20,7 @@ from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.training.filters import LOOP, before_loop
 
 GROWTH = 128  # entries by which a buffer grows
-LEAVE_SHARE = 1 / 16  # of the batch: as many ended rows leave together, because leaving copies the cache
+CHANGED_SHARE = 1 / 16  # of the batch: as many ended rows are replaced together, because prompts are read together
 
 
 class BufferedLayer(DynamicLayer):
@@ -28,51 +28,47 @@ class BufferedLayer(DynamicLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: list[Tensor] = []
+        self._first = 0  # column of the buffers with which `keys` and `values` begin
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, new, head_dim] keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if self._buffers is None or self._buffers[0].shape[2] < end:
-            self._buffers = _longer(self.keys, end + GROWTH), _longer(self.values, end + GROWTH)
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        held, width = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if not self._buffers or self._buffers[0].shape[2] < self._first + width:
+            self._copy(0, width - held)
+        self._show(width)
+        self.keys[:, :, held:], self.values[:, :, held:] = key_states, value_states
         return self.keys, self.values
 
-    def join(self, other: BufferedLayer, unused: int) -> None:
-        """Adds the rows of another layer, after dropping the first `unused` columns; the last columns are aligned."""
-        width = max(self.keys.shape[2] - unused, other.keys.shape[2])
-        self._buffers = (
-            _stacked(self.keys[:, :, unused:], other.keys, width),
-            _stacked(self.values[:, :, unused:], other.values, width),
-        )
-        self.keys, self.values = (buffer[:, :, :width] for buffer in self._buffers)
+    def drop(self, columns: int) -> None:
+        """Drops the first columns; a negative number adds columns before them."""
+        width = self.keys.shape[2] - columns
+        if columns < 0:
+            self._copy(-columns, 0)
+        else:
+            self._first += columns
+        self._show(width)
+
+    def replace(self, rows: Tensor, other: BufferedLayer) -> None:
+        """The rows of another layer take the places of these rows; the last columns are aligned."""
+        width = other.keys.shape[2]
+        self.keys[rows, :, -width:], self.values[rows, :, -width:] = other.keys, other.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in one copy that has the buffers' room for further entries."""
-        assert self._buffers is not None, "a layer that has read something"
-        width = self.keys.shape[2]
-        self._buffers = self._buffers[0][indices], self._buffers[1][indices]
-        self.keys, self.values = (buffer[:, :, :width] for buffer in self._buffers)
+        self._buffers = [buffer[indices] for buffer in self._buffers]
+        self._show(self.keys.shape[2])
 
+    def _copy(self, before: int, after: int) -> None:
+        """New buffers, with so many columns around the entries, and some more."""
+        pad = (0, 0, before, after + GROWTH)
+        self._buffers, self._first = [nn.functional.pad(held, pad) for held in (self.keys, self.values)], 0
 
-def _longer(held: Tensor, entries: int) -> Tensor:
-    """A buffer of so many entries that begins with those of `held`."""
-    buffer = held.new_empty(*held.shape[:2], entries, held.shape[3])
-    buffer[:, :, : held.shape[2]] = held
-    return buffer
-
-
-def _stacked(first: Tensor, second: Tensor, width: int) -> Tensor:
-    """A buffer with the rows of both, whose first `width` columns hold their entries, aligned at the end."""
-    buffer = first.new_zeros(len(first) + len(second), first.shape[1], width + GROWTH, first.shape[3])
-    buffer[: len(first), :, width - first.shape[2] : width] = first
-    buffer[len(first) :, :, width - second.shape[2] : width] = second
-    return buffer
+    def _show(self, width: int) -> None:
+        self.keys, self.values = (buffer[:, :, self._first : self._first + width] for buffer in self._buffers)
 
 
 def buffered_cache(model: PreTrainedModel) -> DynamicCache:
@@ -108,16 +104,25 @@ def continuations(
     """
     temperature = torch.tensor(temperatures, device=model.device)
     written: list[list[int]] = [[] for _ in prompts]
-    waiting = deque(range(len(prompts)))
+    # Prompts of similar length are read together, with little padding.
+    waiting = deque(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
     ended: set[int] = set()
     batch = _Batch(model)
     while waiting or batch.rows:
-        if waiting and len(batch.rows) < at_once and (batch.takes_more or not batch.rows):
-            new = [waiting.popleft() for _ in range(min(len(waiting), at_once - len(batch.rows)))]
-            batch.add(new, [prompts[row] for row in new])
+        places = [index for index, row in enumerate(batch.rows) if row in ended]
+        if not batch.rows:
+            new = [waiting.popleft() for _ in range(min(len(waiting), at_once))]
+            batch.begin(new, [prompts[row] for row in new])
+        elif len(places) >= max(1, CHANGED_SHARE * len(batch.rows)):
+            if waiting and batch.takes_more:
+                new = [waiting.popleft() for _ in range(min(len(waiting), len(places)))]
+                batch.replace(places[: len(new)], new, [prompts[row] for row in new])
+            else:
+                batch.keep([index for index, row in enumerate(batch.rows) if row not in ended])
+                if not batch.rows:
+                    continue
         chosen = choose(batch.logits, temperature[batch.rows], draw)
-        running = []
-        for index, (row, token) in enumerate(zip(batch.rows, chosen.tolist(), strict=True)):
+        for row, token in zip(batch.rows, chosen.tolist(), strict=True):
             text = written[row]
             if row not in ended:
                 text.append(token)
@@ -125,14 +130,7 @@ def continuations(
                 loops = len(text) % LOOP == 0 and len(before_loop(text)) < len(text)
                 if token in ends or len(text) == room[row] or loops:
                     ended.add(row)
-                else:
-                    running.append(index)
-        leaving = len(batch.rows) - len(running)
-        if leaving >= max(1, LEAVE_SHARE * len(batch.rows)):
-            chosen = chosen[running]
-            batch.keep(running)
-        if batch.rows:
-            batch.step(chosen)
+        batch.step(chosen)
     return written
 
 
@@ -142,36 +140,35 @@ class _Batch:
     Attributes:
         rows: number of the prompt of each row.
         logits: [rows, vocab].
-        takes_more: whether rows may join others that have begun: every layer must be a `BufferedLayer`.
+        takes_more: whether rows may take the places of others: every layer must be a `BufferedLayer`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.rows: list[int] = []
-        self.attention: AbstractContextManager[Any] = nullcontext()
-        if usable(model):
-            self.attention = tree_attention(model.config.get_text_config(decoder=True))
+        config = model.config.get_text_config(decoder=True)
+        self.attention: AbstractContextManager[Any] = tree_attention(config) if usable(model) else nullcontext()
         self.takes_more = all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
 
-    def add(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Reads prompts; their rows follow those of the batch."""
-        width, device = max(map(len, prompts)), self.model.device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        cache, positions = buffered_cache(self.model), (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(ids, mask, positions, cache)
-        if not self.rows:
-            self.rows, self.cache, self.mask, self.positions, self.logits = rows, cache, mask, positions[:, -1:], logits
-            return
-        # Columns that no row uses any more are dropped; the shorter part is padded on the left.
-        unused = int(self.mask.any(0).long().argmax())
+    def begin(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Reads prompts."""
+        self.rows = rows
+        self.cache, self.mask, self.positions, self.logits = self._read(prompts)
+
+    def replace(self, places: list[int], rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Reads prompts; their rows take the places of others."""
+        cache, mask, positions, logits = self._read(prompts)
+        at, width = torch.tensor(places, device=mask.device), mask.shape[1]
+        self.mask[at] = 0
+        # Columns that no row uses any more are dropped.
+        unused = min(int(self.mask.any(0).long().argmax()), self.mask.shape[1] - width)
+        self.mask = nn.functional.pad(self.mask, (-unused, 0))
+        self.mask[at, -width:], self.positions[at], self.logits[at] = mask, positions, logits
         for own, new in zip(self.cache.layers, cache.layers, strict=True):
-            own.join(new, unused)
-        masks, widest = (self.mask[:, unused:], mask), max(self.mask.shape[1] - unused, width)
-        self.mask = torch.cat([nn.functional.pad(each, (widest - each.shape[1], 0)) for each in masks])
-        self.positions = torch.cat([self.positions, positions[:, -1:]])
-        self.logits = torch.cat([self.logits, logits])
-        self.rows += rows
+            own.drop(unused)
+            own.replace(at, new)
+        for place, row in zip(places, rows, strict=True):
+            self.rows[place] = row
 
     def keep(self, indices: list[int]) -> None:
         """The other rows leave."""
@@ -179,11 +176,11 @@ class _Batch:
         if indices:
             kept = torch.tensor(indices, device=self.mask.device)
             self.cache.batch_select_indices(kept)
-            self.mask, self.positions = self.mask[kept], self.positions[kept]
+            self.mask, self.positions, self.logits = self.mask[kept], self.positions[kept], self.logits[kept]
 
     def step(self, token_ids: Tensor) -> None:
         """Reads one token of each row, [rows] int64."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], 1)
+        self.mask = nn.functional.pad(self.mask, (0, 1), value=1)
         self.positions = self.positions + 1
         mask = self.mask
         if self.takes_more:
@@ -191,17 +188,24 @@ class _Batch:
             mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
         self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
 
+    def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        """Cache, mask, [rows, 1] positions and logits of prompts, padded on the left."""
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        cache, positions = buffered_cache(self.model), (mask.cumsum(1) - 1).clamp(min=0)
+        return cache, mask, positions[:, -1:], self._forward(ids, mask, positions, cache)
+
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         with self.attention:
-            outputs = self.model(
+            logits: Tensor = self.model(
                 ids,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
-            )
-        logits: Tensor = outputs.logits[:, -1]
+            ).logits[:, -1]
         return logits
 
 

@@ -67,10 +67,10 @@ def talk(*texts, system=None):
 
 
 def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
-    """Longer than a step by which buffers grow; some rows are sampled beside the greedy ones."""
+    """Longer than a step by which buffers grow; a prompt is wider than the batch it joins; some rows are sampled."""
     target = fresh_target(dtype=torch.float64, attention="sdpa")
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 12, 4)]
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 60, 4)]
     room, temperatures = [10, 10, 4, 150, 7], [0, 0, 0, 0, 0.9]
     greedy = answered(target, prompts[:1], [10], [0])
     # What the first row says third ends texts from now on, so that rows leave the batch at different times.
