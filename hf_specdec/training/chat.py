@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
 from hf_specdec.drafters.card import is_hub_id
-from hf_specdec.training.continuation import continuations
+from hf_specdec.training.continuation import Prompt, continued
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import INTERVAL_S
@@ -34,6 +35,7 @@ BATCHES_PER_FILE = 8  # so that waiting conversations take the places of ended o
 REQUESTS = ("Summarize", "Rewrite the", "Translate the following", "Extract", "Explain this", "Find", "Shorten")
 REQUEST_TOKENS = 40
 ROLES = ("system", "user", "assistant")
+Task = Generator[Prompt, list[int], list[dict[str, Any]]]  # one conversation; returns its rows
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,6 @@ class Conversation:
 
     messages: tuple[Message, ...]
     group: str
-
-    @property
-    def num_turns(self) -> int:
-        """Number of answers to write."""
-        return sum(message["role"] == "user" for message in self.messages)
 
 
 def read_conversations(source: str) -> list[Conversation]:
@@ -137,6 +134,10 @@ class AnswerSettings:
     batch_size: int = 32
     seed: int = 0
 
+    def temperature_of(self, conversation: int) -> float:
+        """The temperature of a conversation, by its place in a file."""
+        return self.temperatures[conversation % len(self.temperatures)]
+
 
 def write_answers(
     model: PreTrainedModel,
@@ -171,9 +172,14 @@ def write_answers(
         ValueError: the folder holds answers with other settings, or the tokenizer has no chat template.
     """
     size = settings.batch_size * BATCHES_PER_FILE
-    parts = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    writer = _Writer(model, tokenizer, settings)
+
+    def tasks(draw: torch.Generator, number: int) -> list[Task]:
+        part = conversations[number * size : (number + 1) * size]
+        return [writer.answer(each, settings.temperature_of(index), draw) for index, each in enumerate(part)]
+
     origin = {"conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(), "dataset": dataset}
-    return _write_files(_Writer(model, tokenizer, settings), len(parts), lambda _, n: parts[n], folder, origin, worker)
+    return _write_files(writer, -(-len(conversations) // size), tasks, folder, origin, worker)
 
 
 def write_invented(
@@ -211,24 +217,27 @@ def write_invented(
     writer, size = _Writer(model, tokenizer, settings), settings.batch_size * BATCHES_PER_FILE
     around_user_message(tokenizer, [])  # refuses a template before the folder is made
 
-    def invent(draw: torch.Generator, number: int) -> list[Conversation]:
-        start, end = number * size, min((number + 1) * size, count)
-        return writer.invent(draw, end - start, texts[start:end])
+    def tasks(draw: torch.Generator, number: int) -> list[Task]:
+        part = range(number * size, min((number + 1) * size, count))
+        beginnings = [REQUESTS[index % len(REQUESTS)] if texts else "" for index in part]
+        about = [texts[index] if texts else "" for index in part]
+        heat = [settings.temperature_of(index) for index in range(len(part))]
+        return [writer.invent(*each, draw) for each in zip(beginnings, about, heat, strict=True)]
 
     count = min(count, len(texts)) if texts else count
     origin = {"conversations": "invented", "texts": hashlib.sha256(repr(list(texts)).encode()).hexdigest()}
-    return _write_files(writer, -(-count // size), invent, folder, origin, worker)
+    return _write_files(writer, -(-count // size), tasks, folder, origin, worker)
 
 
 def _write_files(
     writer: _Writer,
     num_files: int,
-    conversations: Callable[[torch.Generator, int], Sequence[Conversation]],
+    tasks: Callable[[torch.Generator, int], list[Task]],
     folder: str | Path,
     origin: dict[str, Any],
     worker: tuple[int, int],
 ) -> list[Path]:
-    """Writes the files that are missing; `conversations` gives those of a file by its number."""
+    """Writes the files that are missing; `tasks` makes the conversations of a file from its number."""
     model, settings = writer.model, writer.settings
     recipe = {
         "target": fingerprint(model),
@@ -245,7 +254,8 @@ def _write_files(
     with tqdm(missing.items(), "target writes", unit=" files", disable=rank > 0, mininterval=INTERVAL_S) as progress:
         for number, file in progress:
             draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
-            started, rows = time.perf_counter(), list(writer.answer(conversations(draw, number), draw))
+            started, written = time.perf_counter(), continued(model, tasks(draw, number), draw, settings.batch_size)
+            rows = [row for conversation in written for row in conversation]
             _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
             num_tokens = sum(len(row["answer_ids"]) for row in rows)
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tokens of answers/s")
@@ -328,97 +338,66 @@ class _Writer:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.ends = end_ids(model)
 
-    def answer(self, batch: Sequence[Conversation], draw: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Answers the first user message of all conversations, then the second, and so on."""
-        settings = self.settings
-        histories = [[message for message in each.messages if message["role"] == "system"] for each in batch]
-        questions = [[message for message in each.messages if message["role"] == "user"] for each in batch]
-        temperatures = [settings.temperatures[index % len(settings.temperatures)] for index in range(len(batch))]
-        for turn in range(1 + max(map(len, questions), default=0)):
-            asked: list[int] = []
-            prompts: list[list[int]] = []
-            for index, own in enumerate(questions):
-                if turn < len(own):
-                    histories[index].append(own[turn])
-                    ids = self.tokenizer.apply_chat_template(
-                        histories[index], add_generation_prompt=True, return_dict=False
-                    )
-                    if len(ids) < settings.max_length:
-                        asked.append(index)
-                        prompts.append(list(ids))
-                    else:
-                        questions[index] = own[:turn]  # later turns would be longer
-            if not asked:
-                return
-            room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
-            asked_at = [temperatures[row] for row in asked]
-            answers = continuations(self.model, prompts, room, asked_at, draw, self.ends, settings.batch_size)
-            for index, ids, answer in zip(asked, prompts, answers, strict=True):
-                text = self.tokenizer.decode(answer, skip_special_tokens=True)
-                histories[index].append({"role": "assistant", "content": text})
-                yield {
-                    "group": batch[index].group,
+    def answer(self, conversation: Conversation, temperature: float, draw: torch.Generator) -> Task:
+        """Answers all user messages, and with `follow_ups` perhaps one more that is invented; returns the rows."""
+        settings, rows = self.settings, []
+        history = [message for message in conversation.messages if message["role"] == "system"]
+        questions = [message for message in conversation.messages if message["role"] == "user"]
+        last = len(questions) - 1
+        for turn, question in enumerate(questions):  # grows by an invented one
+            history.append(question)
+            ids = self.tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+            if len(ids) >= settings.max_length:  # later turns would be longer
+                break
+            room = min(settings.max_new_tokens, settings.max_length - len(ids))
+            answer = yield Prompt(ids, room, temperature, self.ends)
+            ended = answer[-1] in self.ends
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            history.append({"role": "assistant", "content": text})
+            rows.append(
+                {
+                    "group": conversation.group,
                     "turn": turn,
-                    "temperature": temperatures[index],
-                    "prompt_ids": ids,
+                    "temperature": temperature,
+                    "prompt_ids": list(ids),
                     "answer_ids": answer,
-                    "ended": answer[-1] in self.ends,
-                    "messages": list(histories[index]),
+                    "ended": ended,
+                    "messages": list(history),
                 }
-            lasts = [
-                (index, histories[index])
-                for index, answer in zip(asked, answers, strict=True)
-                if turn + 1 == batch[index].num_turns and answer[-1] in self.ends
-            ]
-            lasts = [each for each in lasts if random_share(draw) < settings.follow_ups]
-            for (index, _), text in zip(lasts, self.user_messages([each for _, each in lasts], draw), strict=True):
-                if text:
-                    questions[index].append({"role": "user", "content": text})
+            )
+            if turn == last and ended and torch.rand((), generator=draw, device=draw.device) < settings.follow_ups:
+                message = yield from self.user_message(history)
+                if message:
+                    questions.append({"role": "user", "content": message})
+        return rows
 
-    def user_messages(
-        self, histories: Sequence[Sequence[Message]], draw: torch.Generator, beginnings: Sequence[str] | None = None
-    ) -> list[str]:
-        """The next user message of each conversation, as the target invents it; "" for one without an end.
+    def user_message(self, history: Sequence[Message], beginning: str = "") -> Generator[Prompt, list[int], str]:
+        """The next user message of a conversation, as the target invents it; "" for one without an end.
 
         Args:
-            histories: the messages before it.
-            draw: of sampling.
-            beginnings: its first words; it then ends with its first line or colon.
+            history: the messages before it.
+            beginning: its first words; it then ends with its first line or colon.
         """
-        if not histories:
+        opening, end = around_user_message(self.tokenizer, history)
+        begun = self.tokenizer(beginning, add_special_tokens=False)["input_ids"]
+        ends, most = {*self.ends, end}, QUESTION_TOKENS
+        if beginning:
+            ends, most = ends | self.line_ends, REQUEST_TOKENS
+        ids = yield Prompt([*opening, *begun], most, 1.0, ends)
+        return self.tokenizer.decode([*begun, *ids], skip_special_tokens=True).strip() if ids[-1] in ends else ""
+
+    @cached_property
+    def line_ends(self) -> set[int]:
+        """The tokens with the end of a line, or a colon."""
+        return {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
+
+    def invent(self, beginning: str, about: str, temperature: float, draw: torch.Generator) -> Task:
+        """Invents a user message, with a text that it is about unless that is "", and answers it; returns the rows."""
+        message = yield from self.user_message([], beginning)
+        if not message:
             return []
-        beginnings = [""] * len(histories) if beginnings is None else beginnings
-        begun = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
-        openings, ends, most = [], set(self.ends), QUESTION_TOKENS
-        for history, ids in zip(histories, begun, strict=True):
-            opening, end = around_user_message(self.tokenizer, history)
-            ends.add(end)
-            openings.append([*opening, *ids])
-        if any(beginnings):
-            most = REQUEST_TOKENS
-            ends |= {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
-        count = len(openings)
-        at_once = self.settings.batch_size
-        written = continuations(self.model, openings, [most] * count, [1.0] * count, draw, ends, at_once)
-        return [
-            self.tokenizer.decode([*first, *ids], skip_special_tokens=True).strip() if ids[-1] in ends else ""
-            for first, ids in zip(begun, written, strict=True)
-        ]
-
-    def invent(self, draw: torch.Generator, count: int, texts: Sequence[str]) -> list[Conversation]:
-        """Conversations with one user message; with `texts`, a request about each of them."""
-        if not texts:
-            messages, group = self.user_messages([[]] * count, draw), "invented"
-        else:
-            words = [REQUESTS[index % len(REQUESTS)] for index in range(len(texts))]
-            requests, group = self.user_messages([[]] * len(texts), draw, words), "texts"
-            messages = [ask and f"{ask}\n\n{text}" for ask, text in zip(requests, texts, strict=True)]
-        return [Conversation(({"role": "user", "content": text},), group) for text in messages if text]
-
-
-def random_share(draw: torch.Generator) -> float:
-    """A number between 0 and 1."""
-    return float(torch.rand((), generator=draw, device=draw.device))
+        text, group = (f"{message}\n\n{about}", "texts") if about else (message, "invented")
+        return (yield from self.answer(Conversation(({"role": "user", "content": text},), group), temperature, draw))
 
 
 def around_user_message(tokenizer: PreTrainedTokenizerBase, history: Sequence[Message]) -> tuple[list[int], int]:

@@ -1,15 +1,17 @@
 """A model continues many prompts of different lengths, a batch of them at a time, to the end of each text.
 
-Rows that have ended leave the batch, and waiting prompts take their places. Keys and values are kept in buffers that
-grow in steps: the host's own layers copy everything they hold for each token. `chat.py` has what is continued.
+A task is a generator: it yields a `Prompt`, is sent the tokens that the model wrote, and may yield a next one. Prompts
+of all tasks share the batch: where a row has ended, a waiting prompt takes its place. Keys and values are kept in
+buffers that grow in steps: the host's own layers copy everything they hold for each token. `chat.py` has the tasks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence, Set
+from bisect import insort
+from collections.abc import Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,42 @@ from hf_specdec.training.filters import LOOP, before_loop
 
 GROWTH = 128  # entries by which a buffer grows
 CHANGED_SHARE = 1 / 16  # of the batch: as many ended rows are replaced together, because prompts are read together
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued.
+
+    Attributes:
+        ids: token ids.
+        room: most tokens to write.
+        temperature: 0 is greedy.
+        ends: tokens that end the text.
+    """
+
+    ids: Sequence[int]
+    room: int
+    temperature: float
+    ends: Set[int]
+
+
+@dataclass(eq=False)
+class _Row:
+    """A prompt, the number of its task, and the tokens written so far."""
+
+    task: int
+    prompt: Prompt
+    text: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def append(self, token: int) -> bool:
+        """Whether the text ends with this token."""
+        self.text.append(token)
+        # Not for each token: it reads the whole text.
+        loops = len(self.text) % LOOP == 0 and len(before_loop(self.text)) < len(self.text)
+        self.ended = token in self.prompt.ends or len(self.text) == self.prompt.room or loops
+        return self.ended
 
 
 class BufferedLayer(DynamicLayer):
@@ -79,86 +117,82 @@ def buffered_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 @torch.inference_mode()
-def continuations(
+def continued(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    room: Sequence[int],
-    temperatures: Sequence[float],
+    tasks: Sequence[Generator[Prompt, list[int], Result]],
     draw: torch.Generator,
-    ends: Set[int],
     at_once: int,
-) -> list[list[int]]:
-    """Continues each prompt until a token of `ends`, as far as its room allows, or until it loops.
+) -> list[Result]:
+    """Runs all tasks; each prompt is continued to its end, as far as its room allows, or until the text loops.
 
     Args:
         model: the target.
-        prompts: token ids.
-        room: most tokens of each continuation.
-        temperatures: of each continuation; 0 is greedy.
+        tasks: each is sent the tokens of its last prompt, including the one that ended them.
         draw: on the model's device, for sampling.
-        ends: tokens that end a continuation.
         at_once: rows of a forward.
 
     Returns:
-        The tokens of each continuation, including the one that ended it.
+        What each task returned.
     """
-    temperature = torch.tensor(temperatures, device=model.device)
-    written: list[list[int]] = [[] for _ in prompts]
-    # Prompts of similar length are read together, with little padding.
-    waiting = deque(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
-    ended: set[int] = set()
+    results: dict[int, Result] = {}
+    waiting: list[_Row] = []  # by length: prompts of similar length are read together, with little padding
+
+    def go_on(task: int, written: Any) -> None:
+        try:
+            insort(waiting, _Row(task, tasks[task].send(written)), key=lambda row: len(row.prompt.ids))
+        except StopIteration as stop:
+            results[task] = stop.value
+
+    def longest(count: int) -> list[_Row]:
+        taken, waiting[:] = waiting[-count:], waiting[:-count]
+        return taken
+
+    for task in range(len(tasks)):
+        go_on(task, None)
     batch = _Batch(model)
     while waiting or batch.rows:
-        places = [index for index, row in enumerate(batch.rows) if row in ended]
+        ended = [index for index, row in enumerate(batch.rows) if row.ended]
         if not batch.rows:
-            new = [waiting.popleft() for _ in range(min(len(waiting), at_once))]
-            batch.begin(new, [prompts[row] for row in new])
-        elif len(places) >= max(1, CHANGED_SHARE * len(batch.rows)):
+            batch.begin(longest(at_once))
+        elif len(ended) >= max(1, CHANGED_SHARE * len(batch.rows)):
             if waiting and batch.takes_more:
-                new = [waiting.popleft() for _ in range(min(len(waiting), len(places)))]
-                batch.replace(places[: len(new)], new, [prompts[row] for row in new])
+                batch.replace(ended, longest(len(ended)))
             else:
-                batch.keep([index for index, row in enumerate(batch.rows) if row not in ended])
-                if not batch.rows:
-                    continue
-        chosen = choose(batch.logits, temperature[batch.rows], draw)
+                batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
+                continue
+        chosen = choose(batch.logits, torch.tensor([row.prompt.temperature for row in batch.rows]), draw)
         for row, token in zip(batch.rows, chosen.tolist(), strict=True):
-            text = written[row]
-            if row not in ended:
-                text.append(token)
-                # Not for each token: it reads the whole text.
-                loops = len(text) % LOOP == 0 and len(before_loop(text)) < len(text)
-                if token in ends or len(text) == room[row] or loops:
-                    ended.add(row)
+            if not row.ended and row.append(token):
+                go_on(row.task, row.text)
         batch.step(chosen)
-    return written
+    return [results[task] for task in range(len(tasks))]
 
 
 class _Batch:
     """Rows with left padding, and the logits of their next tokens.
 
     Attributes:
-        rows: number of the prompt of each row.
+        rows: the prompts, and what was written.
         logits: [rows, vocab].
         takes_more: whether rows may take the places of others: every layer must be a `BufferedLayer`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.rows: list[int] = []
+        self.rows: list[_Row] = []
         config = model.config.get_text_config(decoder=True)
         self.attention: AbstractContextManager[Any] = tree_attention(config) if usable(model) else nullcontext()
         self.takes_more = all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
 
-    def begin(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Reads prompts."""
+    def begin(self, rows: list[_Row]) -> None:
+        """Reads the prompts of these rows."""
         self.rows = rows
-        self.cache, self.mask, self.positions, self.logits = self._read(prompts)
+        self.cache, self.mask, self.positions, self.logits = self._read(rows)
 
-    def replace(self, places: list[int], rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Reads prompts; their rows take the places of others."""
-        cache, mask, positions, logits = self._read(prompts)
-        at, width = torch.tensor(places, device=mask.device), mask.shape[1]
+    def replace(self, places: list[int], rows: list[_Row]) -> None:
+        """Reads prompts; their rows take the first of these places."""
+        cache, mask, positions, logits = self._read(rows)
+        at, width = torch.tensor(places[: len(rows)], device=mask.device), mask.shape[1]
         self.mask[at] = 0
         # Columns that no row uses any more are dropped.
         unused = min(int(self.mask.any(0).long().argmax()), self.mask.shape[1] - width)
@@ -167,7 +201,7 @@ class _Batch:
         for own, new in zip(self.cache.layers, cache.layers, strict=True):
             own.drop(unused)
             own.replace(at, new)
-        for place, row in zip(places, rows, strict=True):
+        for place, row in zip(places, rows, strict=False):
             self.rows[place] = row
 
     def keep(self, indices: list[int]) -> None:
@@ -188,9 +222,10 @@ class _Batch:
             mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
         self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-        """Cache, mask, [rows, 1] positions and logits of prompts, padded on the left."""
-        width, device = max(map(len, prompts)), self.model.device
+    def _read(self, rows: list[_Row]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        """Cache, mask, [rows, 1] positions and logits of the prompts, padded on the left."""
+        prompts, device = [row.prompt.ids for row in rows], self.model.device
+        width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         cache, positions = buffered_cache(self.model), (mask.cumsum(1) - 1).clamp(min=0)
@@ -218,12 +253,15 @@ def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor
     Args:
         logits: [batch, vocab].
         temperature: [batch], 0 for the argmax.
-        draw: on the same device.
+        draw: on the device of `logits`.
 
     Returns:
         [batch] int64.
     """
-    uniform = torch.rand(len(logits), 1, generator=draw, device=logits.device)
+    uniform, temperature = (
+        torch.rand(len(logits), 1, generator=draw, device=logits.device),
+        temperature.to(logits.device),
+    )
     chosen = logits.argmax(-1)
     sampled = temperature > 0
     if bool(sampled.any()):

@@ -18,7 +18,7 @@ from hf_specdec.training.chat import (
     write_answers,
     write_invented,
 )
-from hf_specdec.training.continuation import buffered_cache, continuations
+from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
@@ -54,7 +54,12 @@ def answered(target, prompts, room, temperatures, seed=0, at_once=None):
     ends = target.generation_config.eos_token_id
     draw = torch.Generator().manual_seed(seed)
     ends = set(ends) if isinstance(ends, list) else {ends}
-    return continuations(target, prompts, room, temperatures, draw, ends, at_once or len(prompts))
+
+    def task(*prompt):
+        return (yield Prompt(*prompt, ends))
+
+    tasks = [task(*each) for each in zip(prompts, room, temperatures, strict=True)]
+    return continued(target, tasks, draw, at_once or len(prompts))
 
 
 def written_rows(files):
@@ -132,14 +137,14 @@ def test_sampled_answers_follow_the_target():
 def test_each_user_message_gets_an_answer_and_later_turns_see_the_earlier_answers(target, tokenizer, tmp_path):
     data = conversations(tmp_path, talk("x = 1", "why", system="Say it short."), talk("y"))
     rows = written_rows(write_answers(target, tokenizer, data, tmp_path, AnswerSettings(max_new_tokens=5)))
-    assert [(row["turn"], len(row["messages"])) for row in rows] == [(0, 3), (0, 2), (1, 5)]
+    assert [(row["turn"], len(row["messages"])) for row in rows] == [(0, 3), (1, 5), (0, 2)]
     for row in rows:
         prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
         assert row["prompt_ids"] == list(prompt)
         alone = target.generate(torch.tensor([row["prompt_ids"]]), max_new_tokens=5, do_sample=False)
         assert row["answer_ids"] == alone[0, len(prompt) :].tolist()
         assert row["messages"][-1]["content"] == tokenizer.decode(row["answer_ids"], skip_special_tokens=True)
-    assert rows[2]["messages"][2] == rows[0]["messages"][2]
+    assert rows[1]["messages"][2] == rows[0]["messages"][2]
 
 
 def test_answers_of_the_data_are_not_used(tmp_path):
