@@ -156,27 +156,16 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         return None
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but a weight that is missing, unexpected or of another shape is an error.
+    def of_tensors(cls, config: PreTrainedConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Any:
+        """The drafter of a config and the tensors of its state dict, in `dtype`.
 
         Raises:
-            ValueError: the checkpoint is not of this architecture; names the weights.
+            ValueError: a tensor contains NaN.
         """
-        return_info = kwargs.pop("output_loading_info", False)
-        # With ignore_mismatched_sizes transformers reports the shapes instead of raising; all are raised below.
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        given = kwargs["config"].name_or_path if pretrained_model_name_or_path is None else None
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        drafter, info = loaded
-        if given is not None:  # `load_drafter` passes a state dict; transformers names the model "None"
-            drafter.name_or_path = drafter.config.name_or_path = given
+        drafter = super(PublishedDrafter, cls).from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+        drafter.name_or_path = drafter.config.name_or_path = config.name_or_path  # transformers names it "None"
         check_numbers(drafter, drafter.name_or_path)
-        if differences := loading_differences(info):
-            raise ValueError(
-                f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {differences}. Nothing was "
-                "loaded; use load_drafter(), which recognises the files' format."
-            )
-        return (drafter, info) if return_info else drafter
+        return drafter
 
     def save_pretrained(  # kwargs hold transformers' further arguments
         self,

@@ -10,7 +10,7 @@ import os
 import tempfile
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,6 +67,20 @@ class PublishedDrafter(Drafter):
     training_record: Record | None = None
     card_summary: ClassVar[str]
     fits = "A drafter fits only the target it was trained for."
+    load_drafter: ClassVar[Callable[..., Drafter]]  # that of `hub/loading.py`, which sets it
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reads what `load_drafter` reads, with its arguments; the checkpoint has to be of this class.
+
+        Raises:
+            OSError, TypeError, ValueError: as `load_drafter`; or the drafter is of another class.
+        """
+        drafter = cls.load_drafter(pretrained_model_name_or_path, *args, **kwargs)
+        if not isinstance(drafter, cls):
+            found = f"{str(pretrained_model_name_or_path)!r} is a {type(drafter).__name__}"
+            raise ValueError(f"{found}, not a {cls.__name__}: use load_drafter, or that class.")
+        return drafter
 
     @property
     @abstractmethod

@@ -197,12 +197,8 @@ def load_drafter(
     tensors = {ours: loaded[theirs].contiguous() for theirs, ours in names.items()} | side_tensors
     if "d2t" in tensors:
         check_draft_to_target(tensors["d2t"], config.vocab_size, name)
-    drafter = family.drafter.from_pretrained(
-        None,
-        config=config,
-        state_dict={key: tensors[key] for key in stored},
-        dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype),
-    )
+    dtype = asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype)
+    drafter = family.drafter.of_tensors(config, {key: tensors[key] for key in stored}, dtype)
     if format.read is not as_it_is:  # a published layout
         drafter.source_layout = source_layout(format, folder, headers, names, loaded, side_tensors, drafter.config)
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
@@ -441,3 +437,6 @@ def _device_of_map(device_map: Any, device: Any) -> Any:
 def _device_for(target: PreTrainedModel | None) -> torch.device:
     # The weights of an offloaded target are on the meta device between forwards.
     return target.device if target is not None and target.device.type != "meta" else torch.device("cpu")
+
+
+PublishedDrafter.load_drafter = staticmethod(load_drafter)  # for `from_pretrained` of each class

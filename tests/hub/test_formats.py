@@ -100,7 +100,7 @@ def test_a_loaded_foreign_drafter_is_saved_in_our_layout_and_loads_again(
     drafter = build(case, target)
     case.save(drafter, tmp_path)
     options = asdict(drafter.options)
-    loaded = load_drafter(tmp_path, target, **options)
+    loaded = type(drafter).from_pretrained(tmp_path, target, **options)
     loaded.save_pretrained(tmp_path / "ours")
     again = load_drafter(tmp_path / "ours", target, **options)
     for key, tensor in loaded.state_dict().items():

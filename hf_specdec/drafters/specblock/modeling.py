@@ -446,10 +446,9 @@ class SpecBlockDrafter(PretrainedDrafter):
         return maps
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_tensors(cls, config: SpecBlockConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Any:
         """As for every drafter; also checks the draft vocabulary."""
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+        drafter = super().of_tensors(config, tensors, dtype)
         drafter.check_vocabulary()
         named = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device))
         if drafter.d2t.any() and not torch.equal(named, drafter.t2d.nonzero().flatten()):
@@ -464,7 +463,7 @@ class SpecBlockDrafter(PretrainedDrafter):
                 f"correct, but few drafts may be accepted: look for {VOCABULARY_FILE} where the drafter came from.",
                 stacklevel=2,
             )
-        return loaded
+        return drafter
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As for every drafter; replaces an existing `vocab_mapping.pt`, which would override the new map."""

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.specbranch import SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL
 from tests.methods import make_causal_lm, make_specbranch
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -79,7 +79,7 @@ def test_a_pair_without_h_rad_is_saved_and_loaded(dtype: torch.dtype, tmp_path: 
 def test_without_h_rad_or_draft_model_it_says_what_it_lacks(tmp_path: Path) -> None:
     target = make_target("llama", "sdpa")
     make_specbranch(target, h_rad=False).save_pretrained(tmp_path)
-    alone = SpecBranchDrafter.from_pretrained(tmp_path)
+    alone = SpecBranchDrafter(SpecBranchConfig.from_pretrained(tmp_path))
     with pytest.raises(ValueError, match="has no draft model yet"):
         alone.check_target(target)
 
@@ -115,7 +115,7 @@ def test_a_draft_model_from_a_folder_travels_with_the_pair(tmp_path: Path, monke
 
 def test_a_pair_that_has_lost_its_draft_model_warns_when_it_is_saved_elsewhere(tmp_path: Path) -> None:
     _, _, folder = saved(tmp_path, "../draft")
-    alone = SpecBranchDrafter.from_pretrained(folder)
+    alone = SpecBranchDrafter(SpecBranchConfig.from_pretrained(folder))
     for place in ("../draft", OWN_DRAFT_MODEL):
         alone.config.draft_model = place
         with pytest.warns(UserWarning, match=rf"draft model '{place}' cannot be found from .*attach\(draft_model\)"):
