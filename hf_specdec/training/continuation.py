@@ -160,7 +160,8 @@ def continued(
             else:
                 batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
                 continue
-        chosen = choose(batch.logits, torch.tensor([row.prompt.temperature for row in batch.rows]), draw)
+        temperatures = torch.tensor([row.prompt.temperature for row in batch.rows], device=model.device)
+        chosen = choose(batch.logits, temperatures, draw)
         for row, token in zip(batch.rows, chosen.tolist(), strict=True):
             if not row.ended and row.append(token):
                 go_on(row.task, row.text)
@@ -253,16 +254,13 @@ def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor
     Args:
         logits: [batch, vocab].
         temperature: [batch], 0 for the argmax.
-        draw: on the device of `logits`.
+        draw: on the same device.
 
     Returns:
         [batch] int64.
     """
-    uniform, temperature = (
-        torch.rand(len(logits), 1, generator=draw, device=logits.device),
-        temperature.to(logits.device),
-    )
-    chosen = logits.argmax(-1)
+    uniform = torch.rand(len(logits), 1, generator=draw, device=logits.device)
+    chosen = logits.max(-1).indices  # on a CPU, argmax takes 2 to 4 times as long in bfloat16
     sampled = temperature > 0
     if bool(sampled.any()):
         scaled = logits[sampled].float() / temperature[sampled].unsqueeze(1)
