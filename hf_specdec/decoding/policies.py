@@ -131,10 +131,6 @@ class Calibration:
                 found.append(0.0)
         return found
 
-    def probability(self, logprob: float) -> float:
-        """The probability that a node with this path log-probability is accepted."""
-        return self.probabilities([logprob])[0]
-
 
 class Pauses:
     """Whether drafting pays: which of the rounds of all calls with one target draft.

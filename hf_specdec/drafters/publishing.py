@@ -78,8 +78,7 @@ class PublishedDrafter(Drafter):
         """
         drafter = cls.load_drafter(pretrained_model_name_or_path, *args, **kwargs)
         if not isinstance(drafter, cls):
-            found = f"{str(pretrained_model_name_or_path)!r} is a {type(drafter).__name__}"
-            raise ValueError(f"{found}, not a {cls.__name__}: use load_drafter, or that class.")
+            raise ValueError(f"{pretrained_model_name_or_path} is a {type(drafter).__name__}, not a {cls.__name__}.")
         return drafter
 
     @property

@@ -134,9 +134,9 @@ class AnswerSettings:
     batch_size: int = 32
     seed: int = 0
 
-    def temperature_of(self, conversation: int) -> float:
-        """The temperature of a conversation, by its place in a file."""
-        return self.temperatures[conversation % len(self.temperatures)]
+    def temperature_of(self, number: int) -> float:
+        """The temperature of a conversation, by its number."""
+        return self.temperatures[number % len(self.temperatures)]
 
 
 def write_answers(
@@ -175,8 +175,8 @@ def write_answers(
     writer = _Writer(model, tokenizer, settings)
 
     def tasks(draw: torch.Generator, number: int) -> list[Task]:
-        part = conversations[number * size : (number + 1) * size]
-        return [writer.answer(each, settings.temperature_of(index), draw) for index, each in enumerate(part)]
+        part = range(number * size, min((number + 1) * size, len(conversations)))
+        return [writer.answer(conversations[index], index, draw) for index in part]
 
     origin = {"conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(), "dataset": dataset}
     return _write_files(writer, -(-len(conversations) // size), tasks, folder, origin, worker)
@@ -219,10 +219,7 @@ def write_invented(
 
     def tasks(draw: torch.Generator, number: int) -> list[Task]:
         part = range(number * size, min((number + 1) * size, count))
-        beginnings = [REQUESTS[index % len(REQUESTS)] if texts else "" for index in part]
-        about = [texts[index] if texts else "" for index in part]
-        heat = [settings.temperature_of(index) for index in range(len(part))]
-        return [writer.invent(*each, draw) for each in zip(beginnings, about, heat, strict=True)]
+        return [writer.invent(index, texts[index] if texts else "", draw) for index in part]
 
     count = min(count, len(texts)) if texts else count
     origin = {"conversations": "invented", "texts": hashlib.sha256(repr(list(texts)).encode()).hexdigest()}
@@ -338,9 +335,9 @@ class _Writer:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.ends = end_ids(model)
 
-    def answer(self, conversation: Conversation, temperature: float, draw: torch.Generator) -> Task:
+    def answer(self, conversation: Conversation, number: int, draw: torch.Generator) -> Task:
         """Answers all user messages, and with `follow_ups` perhaps one more that is invented; returns the rows."""
-        settings, rows = self.settings, []
+        settings, temperature, rows = self.settings, self.settings.temperature_of(number), []
         history = [message for message in conversation.messages if message["role"] == "system"]
         questions = [message for message in conversation.messages if message["role"] == "user"]
         last = len(questions) - 1
@@ -391,13 +388,13 @@ class _Writer:
         """The tokens with the end of a line, or a colon."""
         return {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
 
-    def invent(self, beginning: str, about: str, temperature: float, draw: torch.Generator) -> Task:
+    def invent(self, number: int, about: str, draw: torch.Generator) -> Task:
         """Invents a user message, with a text that it is about unless that is "", and answers it; returns the rows."""
-        message = yield from self.user_message([], beginning)
+        message = yield from self.user_message([], REQUESTS[number % len(REQUESTS)] if about else "")
         if not message:
             return []
         text, group = (f"{message}\n\n{about}", "texts") if about else (message, "invented")
-        return (yield from self.answer(Conversation(({"role": "user", "content": text},), group), temperature, draw))
+        return (yield from self.answer(Conversation(({"role": "user", "content": text},), group), number, draw))
 
 
 def around_user_message(tokenizer: PreTrainedTokenizerBase, history: Sequence[Message]) -> tuple[list[int], int]:

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -21,43 +22,40 @@ from transformers.cache_utils import DynamicLayer
 from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.training.filters import LOOP, before_loop
 
+SIMILAR = 0.7  # prompts that are read together are at least this much of the longest
 GROWTH = 128  # entries by which a buffer grows
 CHANGED_SHARE = 1 / 16  # of the batch: as many ended rows are replaced together, because prompts are read together
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prompt:
-    """What is to be continued.
+    """What is to be continued, and what was written so far.
 
     Attributes:
         ids: token ids.
         room: most tokens to write.
         temperature: 0 is greedy.
         ends: tokens that end the text.
+        text: the tokens written.
+        ended: whether no token follows.
+        task: its number.
     """
 
     ids: Sequence[int]
     room: int
     temperature: float
     ends: Set[int]
-
-
-@dataclass(eq=False)
-class _Row:
-    """A prompt, the number of its task, and the tokens written so far."""
-
-    task: int
-    prompt: Prompt
     text: list[int] = field(default_factory=list)
     ended: bool = False
+    task: int = 0
 
     def append(self, token: int) -> bool:
         """Whether the text ends with this token."""
         self.text.append(token)
         # Not for each token: it reads the whole text.
         loops = len(self.text) % LOOP == 0 and len(before_loop(self.text)) < len(self.text)
-        self.ended = token in self.prompt.ends or len(self.text) == self.prompt.room or loops
+        self.ended = token in self.ends or len(self.text) == self.room or loops
         return self.ended
 
 
@@ -90,10 +88,11 @@ class BufferedLayer(DynamicLayer):
             self._first += columns
         self._show(width)
 
-    def replace(self, rows: Tensor, other: BufferedLayer) -> None:
-        """The rows of another layer take the places of these rows; the last columns are aligned."""
-        width = other.keys.shape[2]
-        self.keys[rows, :, -width:], self.values[rows, :, -width:] = other.keys, other.values
+    def replace(self, places: Sequence[int], other: BufferedLayer, columns: Sequence[Tensor]) -> None:
+        """These columns of each row of another layer take the places of rows; their ends are aligned."""
+        for row, (place, used) in enumerate(zip(places, columns, strict=True)):
+            self.keys[place, :, -len(used) :] = other.keys[row].index_select(1, used)
+            self.values[place, :, -len(used) :] = other.values[row].index_select(1, used)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in one copy that has the buffers' room for further entries."""
@@ -135,33 +134,38 @@ def continued(
         What each task returned.
     """
     results: dict[int, Result] = {}
-    waiting: list[_Row] = []  # by length: prompts of similar length are read together, with little padding
+    waiting: list[Prompt] = []  # by length: prompts of similar length are read together, with little padding
 
     def go_on(task: int, written: Any) -> None:
         try:
-            insort(waiting, _Row(task, tasks[task].send(written)), key=lambda row: len(row.prompt.ids))
+            prompt = tasks[task].send(written)
+            prompt.task = task
+            insort(waiting, prompt, key=lambda row: len(row.ids))
         except StopIteration as stop:
             results[task] = stop.value
 
-    def longest(count: int) -> list[_Row]:
-        taken, waiting[:] = waiting[-count:], waiting[:-count]
+    def longest(count: int, least: float = 0.0) -> list[Prompt]:
+        """At most so many prompts that are at least `least` times as long as the longest one."""
+        taken = [row for row in waiting[-count:] if len(row.ids) >= least * len(waiting[-1].ids)]
+        del waiting[-len(taken) :]
         return taken
 
     for task in range(len(tasks)):
         go_on(task, None)
-    batch = _Batch(model)
+    # All but the last tokens, of which each row needs one to read.
+    same = takewhile(lambda column: len({*column}) == 1, zip(*(row.ids[:-1] for row in waiting), strict=False))
+    batch = _Batch(model, [column[0] for column in same])
     while waiting or batch.rows:
         ended = [index for index, row in enumerate(batch.rows) if row.ended]
         if not batch.rows:
             batch.begin(longest(at_once))
         elif len(ended) >= max(1, CHANGED_SHARE * len(batch.rows)):
             if waiting and batch.takes_more:
-                batch.replace(ended, longest(len(ended)))
+                batch.replace(ended, longest(len(ended), SIMILAR))
             else:
                 batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
                 continue
-        temperatures = torch.tensor([row.prompt.temperature for row in batch.rows], device=model.device)
-        chosen = choose(batch.logits, temperatures, draw)
+        chosen = choose(batch.logits, [row.temperature for row in batch.rows], draw)
         for row, token in zip(batch.rows, chosen.tolist(), strict=True):
             if not row.ended and row.append(token):
                 go_on(row.task, row.text)
@@ -173,45 +177,54 @@ class _Batch:
     """Rows with left padding, and the logits of their next tokens.
 
     Attributes:
-        rows: the prompts, and what was written.
+        beginning: tokens with which most prompts begin.
+        known: layers of the host's cache that have read them.
+        rows: the prompts.
         logits: [rows, vocab].
         takes_more: whether rows may take the places of others: every layer must be a `BufferedLayer`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.rows: list[_Row] = []
+    def __init__(self, model: PreTrainedModel, beginning: list[int]) -> None:
+        self.model, self.beginning = model, beginning
+        self.rows: list[Prompt] = []
+        self.known: Sequence[Any] = []
         config = model.config.get_text_config(decoder=True)
         self.attention: AbstractContextManager[Any] = tree_attention(config) if usable(model) else nullcontext()
         self.takes_more = all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
+        if self.takes_more and beginning:
+            self.known = self._read([Prompt(beginning, 0, 0.0, set())])[0].layers
 
-    def begin(self, rows: list[_Row]) -> None:
+    def begin(self, rows: list[Prompt]) -> None:
         """Reads the prompts of these rows."""
-        self.rows = rows
-        self.cache, self.mask, self.positions, self.logits = self._read(rows)
+        first = rows[:1] if self.takes_more else rows
+        self.rows, (self.cache, self.mask, self.positions, self.logits) = first, self._read(first)
+        if self.takes_more and len(rows) > 1:  # the other rows take the places of copies, without the padding
+            self.keep([0] * len(rows))
+            self.replace(range(1, len(rows)), rows[1:])
 
-    def replace(self, places: list[int], rows: list[_Row]) -> None:
+    def replace(self, places: Sequence[int], rows: list[Prompt]) -> None:
         """Reads prompts; their rows take the first of these places."""
         cache, mask, positions, logits = self._read(rows)
-        at, width = torch.tensor(places[: len(rows)], device=mask.device), mask.shape[1]
+        at, columns = torch.tensor(places[: len(rows)], device=mask.device), [row.nonzero()[:, 0] for row in mask]
+        width = max(map(len, columns))
         self.mask[at] = 0
         # Columns that no row uses any more are dropped.
         unused = min(int(self.mask.any(0).long().argmax()), self.mask.shape[1] - width)
         self.mask = nn.functional.pad(self.mask, (-unused, 0))
-        self.mask[at, -width:], self.positions[at], self.logits[at] = mask, positions, logits
+        self.mask[at, -width:] = mask.sort(1).values[:, -width:]
+        self.positions[at], self.logits[at] = positions, logits
         for own, new in zip(self.cache.layers, cache.layers, strict=True):
             own.drop(unused)
-            own.replace(at, new)
+            own.replace(places[: len(rows)], new, columns)
         for place, row in zip(places, rows, strict=False):
             self.rows[place] = row
 
     def keep(self, indices: list[int]) -> None:
         """The other rows leave."""
         self.rows = [self.rows[index] for index in indices]
-        if indices:
-            kept = torch.tensor(indices, device=self.mask.device)
-            self.cache.batch_select_indices(kept)
-            self.mask, self.positions, self.logits = self.mask[kept], self.positions[kept], self.logits[kept]
+        kept = torch.tensor(indices, dtype=torch.int64, device=self.mask.device)
+        self.cache.batch_select_indices(kept)
+        self.mask, self.positions, self.logits = self.mask[kept], self.positions[kept], self.logits[kept]
 
     def step(self, token_ids: Tensor) -> None:
         """Reads one token of each row, [rows] int64."""
@@ -223,13 +236,20 @@ class _Batch:
             mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
         self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
 
-    def _read(self, rows: list[_Row]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-        """Cache, mask, [rows, 1] positions and logits of the prompts, padded on the left."""
-        prompts, device = [row.prompt.ids for row in rows], self.model.device
+    def _read(self, rows: list[Prompt]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        """Cache, mask, [rows, 1] positions and logits of prompts, padded on the left or after the known beginning."""
+        cache, device, known = buffered_cache(self.model), self.model.device, 0
+        prompts = [row.ids for row in rows]
+        if all([*ids[: len(self.beginning)]] == self.beginning for ids in prompts):
+            for own, first in zip(cache.layers, self.known, strict=False):  # none for the beginning itself
+                known = first.keys.shape[2]
+                own.update(*(part.expand(len(prompts), -1, -1, -1) for part in (first.keys, first.values)))
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        cache, positions = buffered_cache(self.model), (mask.cumsum(1) - 1).clamp(min=0)
+        ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt[known:]] for prompt in prompts], device=device)
+        mask = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
+        for own_mask, prompt in zip(mask, prompts, strict=True):
+            own_mask[known : known + width - len(prompt)] = 0
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, known:]
         return cache, mask, positions[:, -1:], self._forward(ids, mask, positions, cache)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
@@ -245,7 +265,7 @@ class _Batch:
         return logits
 
 
-def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor:
+def choose(logits: Tensor, temperatures: Sequence[float], draw: torch.Generator) -> Tensor:
     """The next token of each row: the argmax, or a draw at the row's temperature.
 
     A draw takes one uniform number per row and searches the running sum of the probabilities: `torch.multinomial` draws
@@ -253,14 +273,15 @@ def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor
 
     Args:
         logits: [batch, vocab].
-        temperature: [batch], 0 for the argmax.
-        draw: on the same device.
+        temperatures: of the rows, 0 for the argmax.
+        draw: on the device of `logits`.
 
     Returns:
         [batch] int64.
     """
     uniform = torch.rand(len(logits), 1, generator=draw, device=logits.device)
     chosen = logits.max(-1).indices  # on a CPU, argmax takes 2 to 4 times as long in bfloat16
+    temperature = torch.tensor(temperatures, device=logits.device)
     sampled = temperature > 0
     if bool(sampled.any()):
         scaled = logits[sampled].float() / temperature[sampled].unsqueeze(1)

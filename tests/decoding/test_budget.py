@@ -211,13 +211,12 @@ def test_estimated_time_never_decreases_with_more_nodes() -> None:
 
 def test_probabilities_are_corrected_by_what_was_accepted() -> None:
     calibration = Calibration()
-    assert calibration.probability(math.log(0.5)) == pytest.approx(0.5)
-    assert calibration.probability(-math.inf) == 0.0
-    assert calibration.probability(math.nan) == 0.0
+    assert calibration.probabilities([math.log(0.5), -math.inf, math.nan]) == pytest.approx([0.5, 0.0, 0.0])
     for _ in range(200):
         calibration.note([math.log(0.5)], set())
-    assert calibration.probability(math.log(0.5)) < 0.1
-    assert calibration.probability(math.log(0.001)) == pytest.approx(0.001)  # another probability is another matter
+    half, other = calibration.probabilities([math.log(0.5), math.log(0.001)])
+    assert half < 0.1
+    assert other == pytest.approx(0.001)  # another probability is another matter
 
 
 def knowing(plain: float, start: float, slope: float) -> BudgetKnowledge:

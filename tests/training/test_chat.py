@@ -90,6 +90,26 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
 
 
+def test_a_beginning_that_prompts_share_is_read_once():
+    target = fresh_target(dtype=torch.float64, attention="sdpa")
+    beginning, ends = list(range(3, 33)), {VOCAB}
+    lengths, read = [2, 5, 1, 3, 2], []
+    prompts = [beginning + list(range(40, 40 + length)) for length in lengths]
+
+    def task(prompt):
+        first = yield Prompt(prompt, 4, 0.0, ends)
+        return first, (yield Prompt(first, 3, 0.0, ends))  # without that beginning
+
+    hook = target.register_forward_pre_hook(lambda _, args, kwargs: read.append(args[0].numel()), with_kwargs=True)
+    written = continued(target, [task(prompt) for prompt in prompts], torch.Generator(), 2)
+    hook.remove()
+    assert sum(read) < 2 * len(beginning) + sum(lengths) + 5 * (4 + 4 + 3) + 10
+    for prompt, (first, second) in zip(prompts, written, strict=True):
+        for given, answer in ((prompt, first), (first, second)):
+            alone = target.generate(torch.tensor([given]), max_new_tokens=len(answer), do_sample=False)
+            assert answer == alone[0, len(given) :].tolist()
+
+
 def test_an_answer_that_loops_ends_early():
     target = fresh_target(dtype=torch.float64, attention="sdpa")
     for layer in target.model.layers:  # a token depends on the one before it alone, so every text repeats itself

@@ -155,15 +155,6 @@ class Nodes:
             made = made + (states >= ends)
         return made
 
-    def place_of(self, node: int) -> tuple[int, int]:
-        """The block that drafted a node other than the root, and the slot there, counted over all its starts."""
-        state = (node - 1) // self.shape.width
-        for block, starts in enumerate(self.starts):
-            if state < starts * self.shape.slots:
-                return block, state
-            state -= starts * self.shape.slots
-        raise IndexError(node)
-
 
 def attach(nodes: Nodes, starts: Starts, output: HeadOutput) -> tuple[Nodes, Tensor]:
     """Adds a block's nodes below its starts: the greedy tokens as a chain, and alternatives at each slot.

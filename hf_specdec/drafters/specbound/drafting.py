@@ -223,11 +223,6 @@ class PendingChain:
         self._segments: list[tuple[int, Tensor]] = []
 
     @property
-    def num_states(self) -> int:
-        """Number of stored hidden states per row: one per node."""
-        return len(self.layers_passed)
-
-    @property
     def layers_passed(self) -> list[int]:
         """Number of layers that each node has passed."""
         return [passed for passed, states in self._segments for _ in range(states.shape[1])]

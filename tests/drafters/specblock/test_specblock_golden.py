@@ -19,7 +19,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, cut
+from hf_specdec.drafters.specblock.drafting import Nodes, SpecBlockGenerator, cut
 from hf_specdec.drafters.specblock.modeling import rank_features
 from tests.test_golden import golden, metadata, part_of
 
@@ -233,6 +233,16 @@ def tree_cases() -> list[Any]:
     return parameters
 
 
+def place_of(nodes: Nodes, node: int) -> tuple[int, int]:
+    """The block that drafted a node other than the root, and the slot there, counted over all its starts."""
+    state = (node - 1) // nodes.shape.width
+    for block, starts in enumerate(nodes.starts):
+        if state < starts * nodes.shape.slots:
+            return block, state
+        state -= starts * nodes.shape.slots
+    raise IndexError(node)
+
+
 def described(tokens: Tensor, parents: Tensor, *columns: Tensor) -> list[tuple[Any, ...]]:
     """Per node its path and what else is said of it, in an order that does not depend on node numbers."""
     paths: list[tuple[Any, ...]] = []
@@ -267,7 +277,7 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
 
     assert (tree.path_logprobs[0] > -torch.inf).tolist() == [node <= case["nodes"] for node in range(tree.num_nodes)]
     tree, kept = tree.first_nodes(case["nodes"]), kept[0, 1 : 1 + case["nodes"]].tolist()
-    blocks, places = (torch.tensor(column) for column in zip(*map(nodes.place_of, kept), strict=True))
+    blocks, places = (torch.tensor(column) for column in zip(*(place_of(nodes, node) for node in kept), strict=True))
     slots = places % drafter.config.block_size
     buckets = torch.stack([classes[block][place] for block, place in zip(blocks, places, strict=True)])
     found = described(tree.token_ids[0, 1:], tree.parents[0, 1:] - 1, blocks, slots, buckets)

@@ -49,7 +49,7 @@ class SlicedDrafter(StubDrafter):
             drafted = self.script[torch.arange(len(places)), places]
             columns.append(drafted if step <= right else (drafted + 1) % 64)
             chain.extend(columns[-1])
-            assert chain.num_states == chain.num_nodes == len(columns)
+            assert len(chain.layers_passed) == chain.num_nodes == len(columns)
             assert chain.layers_passed == sorted(chain.layers_passed, reverse=True)
         return DraftTree.chain(torch.stack(columns, 1))
 
