@@ -78,7 +78,8 @@ class PublishedDrafter(Drafter):
         """
         drafter = cls.load_drafter(pretrained_model_name_or_path, *args, **kwargs)
         if not isinstance(drafter, cls):
-            raise ValueError(f"{pretrained_model_name_or_path} is a {type(drafter).__name__}, not a {cls.__name__}.")
+            kind, name = type(drafter).__name__, str(pretrained_model_name_or_path)
+            raise ValueError(f"{name!r} is a {kind}, not a {cls.__name__}: use load_drafter, or {kind}.")
         return drafter
 
     @property

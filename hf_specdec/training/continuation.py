@@ -281,10 +281,9 @@ def choose(logits: Tensor, temperatures: Sequence[float], draw: torch.Generator)
     """
     uniform = torch.rand(len(logits), 1, generator=draw, device=logits.device)
     chosen = logits.max(-1).indices  # on a CPU, argmax takes 2 to 4 times as long in bfloat16
-    temperature = torch.tensor(temperatures, device=logits.device)
-    sampled = temperature > 0
-    if bool(sampled.any()):
-        scaled = logits[sampled].float() / temperature[sampled].unsqueeze(1)
+    sampled = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if sampled:
+        scaled = logits[sampled].float() / torch.tensor([[temperatures[row]] for row in sampled], device=logits.device)
         summed = scaled.softmax(-1).cumsum(-1)
         # Strictly above: a token of probability 0 adds nothing to the sum, and is never found.
         found = torch.searchsorted(summed, uniform[sampled] * summed[:, -1:], right=True).squeeze(1)

@@ -444,7 +444,7 @@ def test_tensor_in_two_shards_raises(folder: Path, drafter: DFlashDrafter) -> No
 def test_from_pretrained_reads_what_load_drafter_reads(folder: Path, drafter: DFlashDrafter, tmp_path: Path) -> None:
     loaded = DFlashDrafter.from_pretrained(folder, tree_budget=3, dtype=torch.float64)
     assert (loaded.options.tree_budget, loaded.dtype, loaded.name_or_path) == (3, torch.float64, str(folder))
-    with pytest.raises(ValueError, match=r"saved is a DFlashDrafter, not a CausalLMDrafter."):
+    with pytest.raises(ValueError, match="saved' is a DFlashDrafter, not a CausalLMDrafter: use load_drafter, or"):
         CausalLMDrafter.from_pretrained(folder)
     make_target("llama", dtype=torch.float32).save_pretrained(tmp_path / "llama")
     assert isinstance(CausalLMDrafter.from_pretrained(tmp_path / "llama"), CausalLMDrafter)
