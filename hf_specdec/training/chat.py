@@ -308,7 +308,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot answer "
-            "conversations. Train on text instead, with `hf-specdec train --text`."
+            "conversations. Train on text instead, with `hf-specdec train --text`, and without --validate."
         )
 
 

@@ -5,7 +5,7 @@ two are kept in --work-dir and reused by later runs; --resume continues the thir
 
 1. the target writes: it answers the conversations of --data in its chat template, or continues prompts cut from --text,
    and rows of the plain text are added. A drafter has to predict what its target writes;
-2. the frozen target's hidden states of all rows are computed once;
+2. the frozen target's hidden states of all rows are computed once; with --online each step computes those of its rows;
 3. the drafter trains on them for several epochs, each with new random choices (anchors, cuts, positions).
 
 Target, tokenizer, text and options are checked before the first stage, which takes minutes to hours. Training takes
@@ -50,7 +50,7 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import datasets_package
-from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
+from hf_specdec.training.features import TrimmedRows, cache_states, fingerprint, settings_of
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.options import TrainOptions, parse
@@ -140,7 +140,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         recipe.read_rows(options, model, target, written.rows)
     worker = (processes.process_index, processes.num_processes)
     train_rows, held_out_rows = (
-        cache_states(step.reader, rows, options.work_dir, worker=worker) for rows in (written.rows, written.held_out)
+        TrimmedRows(rows) if options.online else cache_states(step.reader, rows, options.work_dir, worker=worker)
+        for rows in (written.rows, written.held_out)
     )
     processes.wait_for_everyone()
 
@@ -239,8 +240,8 @@ def _trainer(
     training_arguments: TrainingArguments,
     model: PreTrainedModel,
     step: TrainingStep,
-    train_rows: CachedStates,
-    held_out_rows: CachedStates,
+    train_rows: TrimmedRows,
+    held_out_rows: TrimmedRows,
     last: str | None,
     rounds: ValidationRounds | None,
 ) -> tuple[DrafterTrainer, Schedule]:
@@ -290,7 +291,7 @@ def _losses(trainer: DrafterTrainer) -> dict[str, float]:
 
 def _options(options: TrainOptions) -> str:
     """JSON of the options that the drafter's weights depend on."""
-    ignored = ("output", "work_dir", "resume", "license", "target_id", "writers")
+    ignored = ("output", "work_dir", "resume", "license", "target_id", "writers", "online")
     kept = {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored}
     return json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
 
@@ -326,8 +327,7 @@ def _optimizer(options: TrainOptions, drafter: PreTrainedModel) -> torch.optim.O
     if options.optimizer == "muon":
         dtype = torch.bfloat16 if options.bf16 else torch.float32
         return MuonWithAdamW(drafter, options.learning_rate, dtype=dtype)
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0)
+    return torch.optim.AdamW(drafter.parameters(), lr=options.learning_rate, weight_decay=0.0)
 
 
 def _checkpoints(options: TrainOptions) -> Path:

@@ -1,8 +1,8 @@
-"""The frozen target's side of training: hidden states of the tapped layers, computed on the fly or cached on disk.
+"""The frozen target's side of training: hidden states of the tapped layers, computed in each step or cached on disk.
 
-The text of a row is given, so one target forward over whole rows computes all states. `TargetReader` runs it.
-`cache_states` writes the states once and `CachedStates` reads them back row by row, for several passes over the same
-text. Rows are stored without their padding.
+The text of a row is given, so one target forward over whole rows computes all states. `TargetReader` runs it, in each
+step on the batch of `TrimmedRows`, or once: `cache_states` writes the states and `CachedStates` reads them back row by
+row, for several passes over the same text.
 """
 
 from __future__ import annotations
@@ -248,11 +248,32 @@ def _read_rows(
 
 
 @dataclass(eq=False)
-class CachedStates(Dataset):
-    """Rows with their tokens and the target's states; the states of a row are read from disk on access.
+class TrimmedRows(Dataset):
+    """Rows without their padding, which is removed on access.
 
     Attributes:
-        rows: with the columns of `data.py`; their padding is removed on access.
+        rows: with the columns of `data.py`.
+        lengths: tokens of each row.
+    """
+
+    rows: Rows
+
+    def __post_init__(self) -> None:
+        self.lengths = [int(row["length"]) for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.rows[index])
+        return row | {"input_ids": row["input_ids"][: self.lengths[index]]}
+
+
+@dataclass(eq=False)
+class CachedStates(TrimmedRows):
+    """Rows with the target's states; the states of a row are read from disk on access.
+
+    Attributes:
         folder: of the files.
         layers: layers of `features`, in the order of concatenation.
         last_hidden: whether rows have `last_hidden`.
@@ -260,7 +281,6 @@ class CachedStates(Dataset):
         names: one per file, a hash of its rows.
     """
 
-    rows: Rows
     folder: Path
     layers: Sequence[int]
     last_hidden: bool
@@ -268,7 +288,7 @@ class CachedStates(Dataset):
     names: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.lengths = [int(row["length"]) for row in self.rows]
+        super().__post_init__()
         self._open: dict[Path, Any] = {}
 
     def file(self, layer: int | None, number: int) -> Path:
@@ -281,14 +301,9 @@ class CachedStates(Dataset):
         wanted: list[int | None] = [*dict.fromkeys(self.layers), *([None] if self.last_hidden else [])]
         return [layer for layer in wanted if not self.file(layer, number).exists()]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row, length = dict(self.rows[index]), self.lengths[index]
-        row["input_ids"] = row["input_ids"][:length]
-        parts = [self._read(layer, index) for layer in self.layers]
-        row["features"] = torch.cat(parts, -1) if parts else torch.empty(length, 0)
+        row, parts = super().__getitem__(index), [self._read(layer, index) for layer in self.layers]
+        row["features"] = torch.cat(parts, -1) if parts else torch.empty(self.lengths[index], 0)
         return row | ({"last_hidden": self._read(None, index)} if self.last_hidden else {})
 
     def _read(self, layer: int | None, index: int) -> Tensor:

@@ -8,6 +8,7 @@ how much of a draft would be accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,10 @@ class DrafterTrainer(Trainer):
         result = super().train(*args, **kwargs)
         self._untrained.check(self.state.global_step)
         return result
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Of the whole step: accelerate's own covers the drafter's forward alone, and not its head and its fusion."""
+        return self.accelerator.autocast()
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Tensor], return_outputs: bool = False, **kwargs: Any

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import render
 from hf_specdec.drafters.base import always_drafting
-from hf_specdec.training.chat import read_conversations
+from hf_specdec.training.chat import check_template, read_conversations
 from hf_specdec.training.source import opening
 
 NEW_TOKENS = 48
@@ -74,10 +74,6 @@ def validation_prompts(source: str, tokenizer: PreTrainedTokenizerBase) -> list[
         OSError: the source cannot be read.
         ValueError: an entry is not a conversation, which is named, or the tokenizer has no chat template.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"--validate {source!r}: the tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model "
-            "cannot answer conversations. Leave --validate out."
-        )
+    check_template(tokenizer)
     texts = [render(opening(conversation.messages), tokenizer) for conversation in read_conversations(source)]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
