@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the drafters of this folder: the target writes rows, then each drafter is trained on all of them.
 #
-#     bash examples/smollm2-135m/train.sh                              # all of it: some 20 hours on two CPU cores
+#     bash examples/smollm2-135m/train.sh                              # all of them
 #     DRAFTERS=eagle3 MINUTES=180 bash examples/smollm2-135m/train.sh  # one drafter
 #     TARGET=my/assistant TAPS="1 11 21 30" MORE="--online --batch-size 64" bash ...   # another assistant, on a GPU
 #
@@ -9,23 +9,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-TARGET_ID=${TARGET_ID:-HuggingFaceTB/SmolLM2-135M-Instruct}  # for the cards
 TAPS=${TAPS:-1 10 18 27}               # the same for all, so that they share the states on disk
-VOCABULARY=${VOCABULARY:-8000}
-CONVERSATIONS=${CONVERSATIONS:-40000}  # half of them about texts; about 160 tokens of answers each
+CONVERSATIONS=${CONVERSATIONS:-80000}  # half of them about texts; SmolLM2 writes about 150 tokens of answers in each
 MINUTES=${MINUTES:-60}                 # of each drafter's training
 DRAFTERS=${DRAFTERS:-dflash dspark eagle3 specblock specbound draft-lm specbranch}
 FOLDER=${FOLDER:-build/smollm2}
-WRITE=${WRITE:-}                       # further options of `hf-specdec write`
 MORE=${MORE:---batch-size 16}          # further options of `hf-specdec train`
 HERE=examples/smollm2-135m
 
-# Without these, glibc returns the memory of large tensors to the system after every use. Without effect elsewhere.
-export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=300000000
-
 mkdir -p "$FOLDER/rows" "$FOLDER/drafters"
+card=()
 if [ -z "${TARGET:-}" ]; then
     TARGET=$FOLDER/model
+    card=(--target-id HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0)
     ln -sfn "$(python examples/smollm2.py | tail -n 1)" "$TARGET"  # commands are in the cards: without paths of this machine
 fi
 [ -e "$FOLDER/texts.jsonl" ] || python $HERE/gather_texts.py "$FOLDER/texts.jsonl"
@@ -33,7 +29,7 @@ fi
 write() {  # name, seed, options
     python -m hf_specdec.cli write --target "$TARGET" --output "$FOLDER/rows/$1" --seed "$2" "${@:3}" \
         --questions $((CONVERSATIONS / 2)) --temperature 0 0 0.7 0.7 1 --follow-ups 0.33 --max-new-tokens 256 \
-        --batch-size 96 $WRITE
+        --batch-size 96
 }
 write invented 0
 write texts 1 --texts "$FOLDER/texts.jsonl"
@@ -42,9 +38,9 @@ train() {  # name, method, options
     local output=$FOLDER/drafters/$1 command
     if [[ " $DRAFTERS " != *" $1 "* || -e $output/training.json ]]; then return; fi
     command=(
-        python -m hf_specdec.cli train --method "$2" --target "$TARGET" --target-id "$TARGET_ID" --license apache-2.0
+        python -m hf_specdec.cli train --method "$2" --target "$TARGET" "${card[@]}"
         --data "$FOLDER"/rows/* --exclude $HERE/held_out.jsonl --validate $HERE/validation.jsonl
-        --work-dir "$FOLDER/work" --minutes "$MINUTES" --draft-vocab-size "$VOCABULARY" --output "$output" "${@:3}" $MORE
+        --work-dir "$FOLDER/work" --minutes "$MINUTES" --draft-vocab-size 8000 --output "$output" "${@:3}" $MORE
     )
     # --resume fails with status 1 where there is no checkpoint of these options, before anything is loaded.
     "${command[@]}" --resume || { [ $? = 1 ] && "${command[@]}"; }
@@ -59,5 +55,5 @@ train draft-lm causal_lm --layers 4
 if [[ " $DRAFTERS " == *" specbranch "* && ! -e $FOLDER/drafters/specbranch/config.json ]]; then
     python examples/train_hrad.py --target "$TARGET" --draft-model "$FOLDER/drafters/draft-lm" --refer-to ../draft-lm \
         --data "$FOLDER/rows/invented" --new-tokens 96 --num-prompts 2000 --draft-length 4 --max-minutes "$MINUTES" \
-        --license apache-2.0 --output "$FOLDER/drafters/specbranch"
+        --output "$FOLDER/drafters/specbranch"
 fi

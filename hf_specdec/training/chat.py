@@ -35,6 +35,7 @@ BATCHES_PER_FILE = 8  # so that waiting conversations take the places of ended o
 REQUESTS = ("Summarize", "Rewrite the", "Translate the following", "Extract", "Explain this", "Find", "Shorten")
 REQUEST_TOKENS = 40
 ROLES = ("system", "user", "assistant")
+TRAIN_ON_TEXT = "Train on text instead, with `hf-specdec train --text`."
 Task = Generator[Prompt, list[int], list[dict[str, Any]]]  # one conversation; returns its rows
 
 
@@ -303,12 +304,12 @@ def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if the tokenizer has no chat template."""
+def check_template(tokenizer: PreTrainedTokenizerBase, way_out: str = TRAIN_ON_TEXT) -> None:
+    """Raises ValueError, with this way out, if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot answer "
-            "conversations. Train on text instead, with `hf-specdec train --text`, and without --validate."
+            f"conversations. {way_out}"
         )
 
 

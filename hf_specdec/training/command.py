@@ -50,7 +50,7 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import datasets_package
-from hf_specdec.training.features import TrimmedRows, cache_states, fingerprint, settings_of
+from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.options import TrainOptions, parse
@@ -139,9 +139,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if recipe.read_rows is not None and earlier is None:
         recipe.read_rows(options, model, target, written.rows)
     worker = (processes.process_index, processes.num_processes)
+    kept = step.reader.only([]) if options.online else step.reader
     train_rows, held_out_rows = (
-        TrimmedRows(rows) if options.online else cache_states(step.reader, rows, options.work_dir, worker=worker)
-        for rows in (written.rows, written.held_out)
+        cache_states(kept, rows, options.work_dir, worker=worker) for rows in (written.rows, written.held_out)
     )
     processes.wait_for_everyone()
 
@@ -240,8 +240,8 @@ def _trainer(
     training_arguments: TrainingArguments,
     model: PreTrainedModel,
     step: TrainingStep,
-    train_rows: TrimmedRows,
-    held_out_rows: TrimmedRows,
+    train_rows: CachedStates,
+    held_out_rows: CachedStates,
     last: str | None,
     rounds: ValidationRounds | None,
 ) -> tuple[DrafterTrainer, Schedule]:
@@ -325,8 +325,7 @@ def _training_arguments(
 
 def _optimizer(options: TrainOptions, drafter: PreTrainedModel) -> torch.optim.Optimizer:
     if options.optimizer == "muon":
-        dtype = torch.bfloat16 if options.bf16 else torch.float32
-        return MuonWithAdamW(drafter, options.learning_rate, dtype=dtype)
+        return MuonWithAdamW(drafter, options.learning_rate, dtype=torch.bfloat16 if options.bf16 else torch.float32)
     return torch.optim.AdamW(drafter.parameters(), lr=options.learning_rate, weight_decay=0.0)
 
 

@@ -49,7 +49,7 @@ class Eagle3Step(TrainingStep):
         loss: see `position_losses`.
 
     Raises:
-        ValueError: the drafter does not fit the target.
+        ValueError: the drafter does not fit the target, or an argument is out of range.
     """
 
     def __init__(
@@ -67,6 +67,10 @@ class Eagle3Step(TrainingStep):
                 f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has token embeddings of its own, and this "
                 "step does not train them. Train a new drafter, see hf_specdec.training.eagle3.new_drafter."
             )
+        if passes < 1:
+            raise ValueError(f"passes={passes} must be at least 1.")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
         self.passes, self.decay = passes, decay
         self.table = target.get_input_embeddings().weight  # unscaled, also for targets that scale it
 
@@ -99,16 +103,14 @@ class Eagle3Step(TrainingStep):
                 cache=stored,
             )
             recurrent = drafter.recurrent(outputs)
-            # Of the token after the one that this pass has read.
-            label = labels[:, following]
             seen = counted & (starts + depth + 1 < batch["length"].unsqueeze(1))
             rows, places = seen.nonzero(as_tuple=True)
+            at = rows, following[places]  # of the token that this pass has read: the labels are of the one after it
             logits = drafter.logits(outputs[seen])
             negatives = None if refused is None else refused[:, (starts + depth + 1).clamp(max=width - 1)][seen]
-            values = position_losses(self.loss, logits, target_logits[rows, following[places]], refused=negatives)
+            values = position_losses(self.loss, logits, target_logits[at], refused=negatives)
             losses.append(self.decay**depth * values.sum() / seen.sum().clamp(min=1))
-            hits = torch.zeros_like(seen).masked_scatter_(seen, logits.detach().argmax(-1) == label[seen])
-            correct.append(hits)
+            correct.append(torch.zeros_like(seen).masked_scatter_(seen, logits.detach().argmax(-1) == labels[at]))
             labelled.append(seen)
         return StepOutput(torch.stack(losses).sum(), torch.stack(correct, -1), torch.stack(labelled, -1))
 

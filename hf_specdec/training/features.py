@@ -1,8 +1,9 @@
 """The frozen target's side of training: hidden states of the tapped layers, computed in each step or cached on disk.
 
-The text of a row is given, so one target forward over whole rows computes all states. `TargetReader` runs it, in each
-step on the batch of `TrimmedRows`, or once: `cache_states` writes the states and `CachedStates` reads them back row by
-row, for several passes over the same text.
+The text of a row is given, so one target forward over whole rows computes all states. `TargetReader` runs it.
+`cache_states` writes the states once and `CachedStates` reads them back row by row, for several passes over the same
+text. Rows are stored without their padding. With a reader of no states, `reader.only([])`, the rows come back alone,
+and each step computes their states.
 """
 
 from __future__ import annotations
@@ -209,7 +210,6 @@ def cache_states(
     parts = [token_ids[start : start + rows_per_file] for start in range(0, len(token_ids), rows_per_file)]
     names = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16] for part in parts]
     own = Path(folder) / f"states-{fingerprint(reader.model)}-{str(dtype).removeprefix('torch.')}"
-    own.mkdir(parents=True, exist_ok=True)
     cached = CachedStates(rows, own, reader.layers, reader.wants_last_hidden, rows_per_file, names)
     rank, workers = worker
     missing = {number: lacking for number in range(rank, len(parts), workers) if (lacking := cached.missing(number))}
@@ -219,6 +219,7 @@ def cache_states(
             found = _read_rows(reader.only(layers), parts[number], batch_size, dtype, progress)
             for layer, states in found.items():
                 file = cached.file(layer, number)
+                own.mkdir(parents=True, exist_ok=True)
                 unfinished = file.with_suffix(f".{os.getpid()}.tmp")
                 save_file(states, unfinished)
                 unfinished.replace(file)
@@ -248,32 +249,11 @@ def _read_rows(
 
 
 @dataclass(eq=False)
-class TrimmedRows(Dataset):
-    """Rows without their padding, which is removed on access.
+class CachedStates(Dataset):
+    """Rows with their tokens and the target's states; the states of a row are read from disk on access.
 
     Attributes:
-        rows: with the columns of `data.py`.
-        lengths: tokens of each row.
-    """
-
-    rows: Rows
-
-    def __post_init__(self) -> None:
-        self.lengths = [int(row["length"]) for row in self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = dict(self.rows[index])
-        return row | {"input_ids": row["input_ids"][: self.lengths[index]]}
-
-
-@dataclass(eq=False)
-class CachedStates(TrimmedRows):
-    """Rows with the target's states; the states of a row are read from disk on access.
-
-    Attributes:
+        rows: with the columns of `data.py`; their padding is removed on access.
         folder: of the files.
         layers: layers of `features`, in the order of concatenation.
         last_hidden: whether rows have `last_hidden`.
@@ -281,6 +261,7 @@ class CachedStates(TrimmedRows):
         names: one per file, a hash of its rows.
     """
 
+    rows: Rows
     folder: Path
     layers: Sequence[int]
     last_hidden: bool
@@ -288,7 +269,7 @@ class CachedStates(TrimmedRows):
     names: Sequence[str]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.lengths = [int(row["length"]) for row in self.rows]
         self._open: dict[Path, Any] = {}
 
     def file(self, layer: int | None, number: int) -> Path:
@@ -301,9 +282,16 @@ class CachedStates(TrimmedRows):
         wanted: list[int | None] = [*dict.fromkeys(self.layers), *([None] if self.last_hidden else [])]
         return [layer for layer in wanted if not self.file(layer, number).exists()]
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row, parts = super().__getitem__(index), [self._read(layer, index) for layer in self.layers]
-        row["features"] = torch.cat(parts, -1) if parts else torch.empty(self.lengths[index], 0)
+        row, length = dict(self.rows[index]), self.lengths[index]
+        row["input_ids"] = row["input_ids"][:length]
+        if not self.layers and not self.last_hidden:
+            return row
+        parts = [self._read(layer, index) for layer in self.layers]
+        row["features"] = torch.cat(parts, -1) if parts else torch.empty(length, 0)
         return row | ({"last_hidden": self._read(None, index)} if self.last_hidden else {})
 
     def _read(self, layer: int | None, index: int) -> Tensor:

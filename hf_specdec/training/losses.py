@@ -183,7 +183,16 @@ def draft_losses(
         Per position the loss, [positions] float32 with gradient; whether the drafter's most probable token is the
         token, [positions] bool; and with `agreement` the probability that a sampled draft is accepted, [positions]
         float32: 1 - TV, or with "ce" the hit.
+
+    Raises:
+        ValueError: the loss is unknown, or `target_hidden` or `target_head` is missing.
     """
+    check_loss(loss)
+    if loss in SOFT_LOSSES and (target_hidden is None or target_head is None):
+        raise ValueError(
+            f"loss={loss!r} compares distributions, so it needs target_hidden and target_head. "
+            'With tokens only, use loss="ce".'
+        )
 
     def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         logits = draft_head(hidden)

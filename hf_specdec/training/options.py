@@ -134,11 +134,7 @@ class TrainOptions(AnswerOptions):
     )
     steps: Count | None = HfArg(default=None, help="number of steps, instead of --minutes")
     start_from: Path | None = HfArg(default=None, help="folder of a drafter of the same shape to train further")
-    online: bool = HfArg(
-        default=False,
-        help="compute the target's states in each step and keep none on disk, where they take 2 bytes * hidden size * "
-        "layers read, per token; for a GPU, or for rows that are seen once or twice",
-    )
+    online: bool = HfArg(default=False, help="compute the target's states in each step and keep none on disk")
     batch_size: Count = HfArg(default=8, help="rows per step and process")
     loss: LossName = HfArg(
         default="kl",

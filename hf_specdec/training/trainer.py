@@ -8,7 +8,6 @@ how much of a draft would be accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +108,12 @@ class DrafterTrainer(Trainer):
         self._untrained.check(self.state.global_step)
         return result
 
-    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """Of the whole step: accelerate's own covers the drafter's forward alone, and not its head and its fusion."""
-        return self.accelerator.autocast()
-
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         self.step.num_updates, self.step.num_steps = self.state.global_step, self.state.max_steps
-        output = self.step(model, inputs, training=model.training)
+        with self.accelerator.autocast():  # the model's own covers its forward alone, and not its fusion and head
+            output = self.step(model, inputs, training=model.training)
         if model.training and self.args.logging_strategy != IntervalStrategy.NO:  # `log` empties the list
             self._pending.append((output.correct, output.labelled))
         return (output.loss, output) if return_outputs else output.loss

@@ -74,6 +74,6 @@ def validation_prompts(source: str, tokenizer: PreTrainedTokenizerBase) -> list[
         OSError: the source cannot be read.
         ValueError: an entry is not a conversation, which is named, or the tokenizer has no chat template.
     """
-    check_template(tokenizer)
+    check_template(tokenizer, f"Leave --validate {source!r} out.")
     texts = [render(opening(conversation.messages), tokenizer) for conversation in read_conversations(source)]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

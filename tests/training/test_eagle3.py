@@ -115,8 +115,12 @@ def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_pa
     assert drafter.stats.mean_acceptance_length > 2
 
 
-def test_a_drafter_with_embeddings_of_its_own_is_refused(target: PreTrainedModel) -> None:
+def test_drafters_that_cannot_be_trained_are_refused(target: PreTrainedModel) -> None:
     drafter = new_drafter(target)
+    with pytest.raises(ValueError, match="passes=0 must be at least 1"):
+        Eagle3Step(drafter, target, passes=0)
+    with pytest.raises(ValueError, match=r"decay=1\.5 must be above 0 and at most 1"):
+        Eagle3Step(drafter, target, decay=1.5)
     drafter.config.own_embeddings = True
     with pytest.raises(ValueError, match="has token embeddings of its own, and this step does not train them"):
         Eagle3Step(drafter, target)

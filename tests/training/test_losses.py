@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_specdec.training.losses import (
     LOSS_NAMES,
+    SOFT_LOSSES,
     ce_loss,
     draft_losses,
     kl_loss,
@@ -154,3 +155,14 @@ def test_position_weights_decay_by_e_every_gamma_positions():
     assert position_weights(5, None).tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"gamma=-1 must be positive"):
         position_weights(5, -1)
+
+
+def test_unknown_loss_raises(case):
+    with pytest.raises(ValueError, match=r"loss='mse' is not known; choose one of \['ce', 'kl', 'tv', 'lk'\]"):
+        draft_losses("mse", case["hidden"], case["head"], case["token_ids"])
+
+
+@pytest.mark.parametrize("loss", SOFT_LOSSES)
+def test_soft_loss_without_the_target_raises(loss, case):
+    with pytest.raises(ValueError, match=r"needs target_hidden and target_head"):
+        draft_losses(loss, case["hidden"], case["head"], case["token_ids"])
