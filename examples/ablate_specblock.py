@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from bundle import TINY
 from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_length, write_json
@@ -25,7 +24,7 @@ from transformers import TrainingArguments, set_seed
 from hf_specdec import load_drafter
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.training import DrafterTrainer
-from hf_specdec.training.data import training_folders
+from hf_specdec.training.answers import RECIPE_FILE, read_answers, training_rows
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.specblock import SpecBlockStep, new_drafter
@@ -69,13 +68,14 @@ def main() -> None:
 
     model, tokenizer = load_target(arguments.target, torch.float32)
     prompts = load_inputs(tokenizer, TINY.prompts, arguments.num_prompts)
-    folders = [sorted(folder.glob("part-*")) for folder in training_folders(arguments.work_dir)]
+    recipes = arguments.work_dir.glob(f"continuations-*/{RECIPE_FILE}")
+    folders = [file.parent for file in recipes if not json.loads(file.read_text())["held_out"]]
     if not folders:
         raise SystemExit(
             f"{arguments.work_dir} contains no training data: run train_drafter.py with this --work-dir first."
         )
-    written = datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in max(folders, key=len)])
-    rows = written.shuffle(seed=0).select(range(arguments.rows))
+    written = max(map(read_answers, folders), key=len)
+    rows = training_rows(written).shuffle(seed=0).select(range(arguments.rows))
     vocab_size = model.get_input_embeddings().num_embeddings
     vocabulary, _ = frequent_tokens(rows, arguments.draft_vocab_size, vocab_size)
 

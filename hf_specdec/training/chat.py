@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
 from hf_specdec.drafters.card import is_hub_id
-from hf_specdec.training.continuation import Prompt, continued
+from hf_specdec.training.answers import AnswerSettings, Task, end_ids, template_hash, write_files
+from hf_specdec.training.continuation import Prompt
 from hf_specdec.training.data import datasets_package
-from hf_specdec.training.features import fingerprint
-from hf_specdec.training.progress import INTERVAL_S
 
-RECIPE_FILE = "recipe.json"
 QUESTION_TOKENS = 160
-BATCHES_PER_FILE = 8  # so that waiting conversations take the places of ended ones for most of the time
 # How a request about a text may begin; the target writes the rest of the line, so that no two requests are alike.
 REQUESTS = ("Summarize", "Rewrite the", "Translate the following", "Extract", "Explain this", "Find", "Shorten")
 REQUEST_TOKENS = 40
 ROLES = ("system", "user", "assistant")
 TRAIN_ON_TEXT = "Train on text instead, with `hf-specdec train --text`."
-Task = Generator[Prompt, list[int], list[dict[str, Any]]]  # one conversation; returns its rows
 
 
 @dataclass(frozen=True)
@@ -114,32 +107,6 @@ def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
     return Conversation(tuple(asked), str(fields.get("group", default_group)))
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of the answers.
-
-    Attributes:
-        temperatures: of the answers; conversations take them in turn. 0 is greedy.
-        follow_ups: share of conversations in which the target invents one more user message and answers it.
-        max_new_tokens: of one answer; longer answers are cut.
-        max_length: most tokens of a conversation with its answer: longer answers are cut, and turns without space for
-            an answer are skipped.
-        batch_size: conversations per forward; a file has `BATCHES_PER_FILE` times as many.
-        seed: of sampling.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    follow_ups: float = 0.0
-    max_new_tokens: int = 384
-    max_length: int = 768
-    batch_size: int = 32
-    seed: int = 0
-
-    def temperature_of(self, number: int) -> float:
-        """The temperature of a conversation, by its number."""
-        return self.temperatures[number % len(self.temperatures)]
-
-
 def write_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -151,9 +118,6 @@ def write_answers(
     worker: tuple[int, int] = (0, 1),
 ) -> list[Path]:
     """Lets the target answer every user message, and writes the answers to disk as JSONL.
-
-    A file depends only on its number and the recipe, so an interrupted call can be continued, and several processes can
-    share the work.
 
     Args:
         model: the target.
@@ -172,15 +136,14 @@ def write_answers(
     Raises:
         ValueError: the folder holds answers with other settings, or the tokenizer has no chat template.
     """
-    size = settings.batch_size * BATCHES_PER_FILE
     writer = _Writer(model, tokenizer, settings)
 
-    def tasks(draw: torch.Generator, number: int) -> list[Task]:
-        part = range(number * size, min((number + 1) * size, len(conversations)))
-        return [writer.answer(conversations[index], index, draw) for index in part]
+    def task(number: int, draw: torch.Generator) -> Task:
+        return writer.answer(conversations[number], number, draw)
 
-    origin = {"conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(), "dataset": dataset}
-    return _write_files(writer, -(-len(conversations) // size), tasks, folder, origin, worker)
+    asked = hashlib.sha256(repr(list(conversations)).encode()).hexdigest()
+    origin = {"chat_template": template_hash(tokenizer), "conversations": asked, "dataset": dataset}
+    return write_files(model, len(conversations), task, Path(folder), settings, origin, worker=worker)
 
 
 def write_invented(
@@ -202,8 +165,7 @@ def write_invented(
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
-        count: messages to invent; slightly fewer are kept. A later call that asks for more adds files; the last file of
-            the earlier call stays as short as it was.
+        count: messages to invent; slightly fewer are kept, and a later call may ask for more.
         folder: of the files.
         settings: of the answers.
         texts: what the requests are about, one each; at most as many requests are written.
@@ -215,93 +177,15 @@ def write_invented(
     Raises:
         ValueError: as for `write_answers`, or the chat template has no tokens before or after a user message.
     """
-    writer, size = _Writer(model, tokenizer, settings), settings.batch_size * BATCHES_PER_FILE
+    writer = _Writer(model, tokenizer, settings)
     around_user_message(tokenizer, [])  # refuses a template before the folder is made
 
-    def tasks(draw: torch.Generator, number: int) -> list[Task]:
-        part = range(number * size, min((number + 1) * size, count))
-        return [writer.invent(index, texts[index] if texts else "", draw) for index in part]
+    def task(number: int, draw: torch.Generator) -> Task:
+        return writer.invent(number, texts[number] if texts else "", draw)
 
-    count = min(count, len(texts)) if texts else count
-    origin = {"conversations": "invented", "texts": hashlib.sha256(repr(list(texts)).encode()).hexdigest()}
-    return _write_files(writer, -(-count // size), tasks, folder, origin, worker)
-
-
-def _write_files(
-    writer: _Writer,
-    num_files: int,
-    tasks: Callable[[torch.Generator, int], list[Task]],
-    folder: str | Path,
-    origin: dict[str, Any],
-    worker: tuple[int, int],
-) -> list[Path]:
-    """Writes the files that are missing; `tasks` makes the conversations of a file from its number."""
-    model, settings = writer.model, writer.settings
-    recipe = {
-        "target": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "chat_template": _template_hash(writer.tokenizer),
-        **origin,
-        **asdict(settings),
-    }
-    own, (rank, workers) = Path(folder), worker
-    own.mkdir(parents=True, exist_ok=True)
-    _check_recipe(own / RECIPE_FILE, json.loads(json.dumps(recipe)))
-    files = {number: own / f"answers-{number:06d}.jsonl" for number in range(rank, num_files, workers)}
-    missing = {number: file for number, file in files.items() if not file.exists()}
-    with tqdm(missing.items(), "target writes", unit=" files", disable=rank > 0, mininterval=INTERVAL_S) as progress:
-        for number, file in progress:
-            draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
-            started, written = time.perf_counter(), continued(model, tasks(draw, number), draw, settings.batch_size)
-            rows = [row for conversation in written for row in conversation]
-            _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
-            num_tokens = sum(len(row["answer_ids"]) for row in rows)
-            progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tokens of answers/s")
-    return list(files.values())
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Writes a file that gets its name when it is complete: other processes may read it, and a call may be stopped."""
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)
-
-
-def is_answers(source: str) -> bool:
-    """Whether `source` is a folder of `write_answers`."""
-    return (Path(source) / RECIPE_FILE).is_file()
-
-
-def read_answers(folder: Path) -> list[dict[str, Any]]:
-    """The answers in a folder, see `write_answers` for their keys.
-
-    Raises:
-        ValueError: there are none.
-    """
-    files = sorted(folder.glob("answers-*.jsonl"))
-    answers = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
-    if not answers:
-        raise ValueError(f"{str(folder)!r} holds no answers yet: run `hf-specdec write` with this --output first.")
-    return answers
-
-
-def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if the answers in a folder were written by another model or in another chat template."""
-    recipe = json.loads((folder / RECIPE_FILE).read_text())
-    if recipe["target"] != fingerprint(model, getattr(torch, recipe["dtype"])):
-        raise ValueError(
-            f"The answers in {str(folder)!r} were not written by target {model.name_or_path!r}: its config or weights "
-            "differ. A drafter has to learn from its own target: write new answers with it, with `hf-specdec write`."
-        )
-    if recipe["chat_template"] != _template_hash(tokenizer):
-        raise ValueError(
-            f"The answers in {str(folder)!r} were written in another chat template than the present one of "
-            f"{tokenizer.name_or_path!r}. Restore that template, or write new answers with `hf-specdec write`."
-        )
-
-
-def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+    count, about = min(count, len(texts)) if texts else count, hashlib.sha256(repr(list(texts)).encode()).hexdigest()
+    origin = {"chat_template": template_hash(tokenizer), "conversations": "invented", "texts": about}
+    return write_files(model, count, task, Path(folder), settings, origin, worker=worker)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, way_out: str = TRAIN_ON_TEXT) -> None:
@@ -310,21 +194,6 @@ def check_template(tokenizer: PreTrainedTokenizerBase, way_out: str = TRAIN_ON_T
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot answer "
             f"conversations. {way_out}"
-        )
-
-
-def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
-    """Writes the recipe next to the answers, or compares it with the existing one."""
-    if not file.exists():
-        _write_whole(file, json.dumps(recipe, indent=2) + "\n")
-    earlier = json.loads(file.read_text())
-    changed = [
-        f"{name} {earlier.get(name)!r}, now {value!r}" for name, value in recipe.items() if earlier.get(name) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"{str(file.parent)!r} holds answers that were written with other settings: {'; '.join(changed)}. To "
-            "continue, give the settings of these answers; otherwise give another folder."
         )
 
 
@@ -414,9 +283,3 @@ def around_user_message(tokenizer: PreTrainedTokenizerBase, history: Sequence[Me
             "question, so its model cannot generate one. Give conversations with --data."
         )
     return list(opening), ending[0]
-
-
-def end_ids(model: PreTrainedModel) -> set[int]:
-    """The tokens that end a text."""
-    end = model.generation_config.eos_token_id
-    return {end} if isinstance(end, int) else set(end or ())

@@ -291,7 +291,7 @@ def _losses(trainer: DrafterTrainer) -> dict[str, float]:
 
 def _options(options: TrainOptions) -> str:
     """JSON of the options that the drafter's weights depend on."""
-    ignored = ("output", "work_dir", "resume", "license", "target_id", "writers", "online")
+    ignored = ("output", "work_dir", "resume", "license", "target_id", "online")
     kept = {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored}
     return json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
 

@@ -1,8 +1,9 @@
 """A model continues many prompts of different lengths, a batch of them at a time, to the end of each text.
 
 A task is a generator: it yields a `Prompt`, is sent the tokens that the model wrote, and may yield a next one. Prompts
-of all tasks share the batch: where a row has ended, a waiting prompt takes its place. Keys and values are kept in
-buffers that grow in steps: the host's own layers copy everything they hold for each token. `chat.py` has the tasks.
+of all tasks share the batch: a task whose next prompt goes on from what its row has read keeps the row; otherwise a
+waiting prompt takes its place. Keys and values are kept in buffers that grow in steps: the host's own layers copy
+everything they hold for each token. `chat.py` and `text.py` have the tasks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdec.decoding.attention import tree_attention, usable
+from hf_specdec.decoding.host import cache_name, takes_positions
 from hf_specdec.training.filters import LOOP, before_loop
 
 SIMILAR = 0.7  # prompts that are read together are at least this much of the longest
 GROWTH = 128  # entries by which a buffer grows
 CHANGED_SHARE = 1 / 16  # of the batch: as many ended rows are replaced together, because prompts are read together
+READ_IN_STEPS = 16  # tokens; as many more of a conversation are read one a step, with the batch, instead of all of it
 Result = TypeVar("Result")
 
 
@@ -40,6 +43,7 @@ class Prompt:
         text: the tokens written.
         ended: whether no token follows.
         task: its number.
+        unread: the last of `ids`, which its row reads one a step.
     """
 
     ids: Sequence[int]
@@ -49,6 +53,7 @@ class Prompt:
     text: list[int] = field(default_factory=list)
     ended: bool = False
     task: int = 0
+    unread: list[int] = field(default_factory=list)
 
     def append(self, token: int) -> bool:
         """Whether the text ends with this token."""
@@ -94,9 +99,9 @@ class BufferedLayer(DynamicLayer):
             self.keys[place, :, -len(used) :] = other.keys[row].index_select(1, used)
             self.values[place, :, -len(used) :] = other.values[row].index_select(1, used)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps these rows, in one copy that has the buffers' room for further entries."""
-        self._buffers = [buffer[indices] for buffer in self._buffers]
+        self._buffers = [buffer[beam_idx] for buffer in self._buffers]
         self._show(self.keys.shape[2])
 
     def _copy(self, before: int, after: int) -> None:
@@ -136,40 +141,50 @@ def continued(
     results: dict[int, Result] = {}
     waiting: list[Prompt] = []  # by length: prompts of similar length are read together, with little padding
 
-    def go_on(task: int, written: Any) -> None:
+    def go_on(task: int, row: Prompt | None = None) -> Prompt | None:
+        """The next prompt of a task, if it follows soon on what its row has read; otherwise it waits for a row."""
         try:
-            prompt = tasks[task].send(written)
-            prompt.task = task
-            insort(waiting, prompt, key=lambda row: len(row.ids))
+            prompt = tasks[task].send(row.text) if row else next(tasks[task])
         except StopIteration as stop:
             results[task] = stop.value
+            return None
+        prompt.task = task
+        read = [*row.ids, *row.text] if row else []
+        unread = [*prompt.ids[len(read) :]]
+        if row and [*prompt.ids] == read + unread and len(unread) <= READ_IN_STEPS:
+            prompt.unread = unread
+            return prompt
+        insort(waiting, prompt, key=lambda row: len(row.ids))
+        return None
 
-    def longest(count: int, least: float = 0.0) -> list[Prompt]:
+    def longest(count: int, least: float) -> list[Prompt]:
         """At most so many prompts that are at least `least` times as long as the longest one."""
         taken = [row for row in waiting[-count:] if len(row.ids) >= least * len(waiting[-1].ids)]
         del waiting[-len(taken) :]
         return taken
 
     for task in range(len(tasks)):
-        go_on(task, None)
+        go_on(task)
     # All but the last tokens, of which each row needs one to read.
     same = takewhile(lambda column: len({*column}) == 1, zip(*(row.ids[:-1] for row in waiting), strict=False))
     batch = _Batch(model, [column[0] for column in same])
     while waiting or batch.rows:
         ended = [index for index, row in enumerate(batch.rows) if row.ended]
         if not batch.rows:
-            batch.begin(longest(at_once))
+            batch.begin(longest(at_once, 0.0 if batch.pads else 1.0))
         elif len(ended) >= max(1, CHANGED_SHARE * len(batch.rows)):
             if waiting and batch.takes_more:
                 batch.replace(ended, longest(len(ended), SIMILAR))
             else:
                 batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
                 continue
-        chosen = choose(batch.logits, [row.temperature for row in batch.rows], draw)
-        for row, token in zip(batch.rows, chosen.tolist(), strict=True):
-            if not row.ended and row.append(token):
-                go_on(row.task, row.text)
-        batch.step(chosen)
+        tokens = choose(batch.logits, [row.temperature for row in batch.rows], draw).tolist()
+        for index, row in enumerate(batch.rows):
+            if row.unread:
+                tokens[index] = row.unread.pop(0)
+            elif not row.ended and row.append(tokens[index]):
+                batch.rows[index] = go_on(row.task, row) or row
+        batch.step(torch.tensor(tokens, device=model.device))
     return [results[task] for task in range(len(tasks))]
 
 
@@ -181,16 +196,19 @@ class _Batch:
         known: layers of the host's cache that have read them.
         rows: the prompts.
         logits: [rows, vocab].
-        takes_more: whether rows may take the places of others: every layer must be a `BufferedLayer`.
+        grouped: whether the model attends with `tree_attention`.
+        pads: whether prompts of different lengths may be read together: without positions, padding would count.
+        takes_more: whether rows may take the places of others: besides, every layer must be a `BufferedLayer`.
     """
 
     def __init__(self, model: PreTrainedModel, beginning: list[int]) -> None:
         self.model, self.beginning = model, beginning
         self.rows: list[Prompt] = []
         self.known: Sequence[Any] = []
-        config = model.config.get_text_config(decoder=True)
-        self.attention: AbstractContextManager[Any] = tree_attention(config) if usable(model) else nullcontext()
-        self.takes_more = all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
+        self.grouped, config = usable(model), model.config.get_text_config(decoder=True)
+        self.attention: AbstractContextManager[Any] = tree_attention(config) if self.grouped else nullcontext()
+        self.pads = takes_positions(model)
+        self.takes_more = self.pads and all(type(layer) is BufferedLayer for layer in buffered_cache(model).layers)
         if self.takes_more and beginning:
             self.known = self._read([Prompt(beginning, 0, 0.0, set())])[0].layers
 
@@ -223,7 +241,7 @@ class _Batch:
         """The other rows leave."""
         self.rows = [self.rows[index] for index in indices]
         kept = torch.tensor(indices, dtype=torch.int64, device=self.mask.device)
-        self.cache.batch_select_indices(kept)
+        self.cache.reorder_cache(kept)  # every kind of layer has it
         self.mask, self.positions, self.logits = self.mask[kept], self.positions[kept], self.logits[kept]
 
     def step(self, token_ids: Tensor) -> None:
@@ -231,7 +249,7 @@ class _Batch:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=1)
         self.positions = self.positions + 1
         mask = self.mask
-        if self.takes_more:
+        if self.takes_more and self.grouped:
             # Additive, for `tree_attention`; the host's own attention takes 4 times as long with heads in groups.
             mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
         self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
@@ -253,15 +271,11 @@ class _Batch:
         return cache, mask, positions[:, -1:], self._forward(ids, mask, positions, cache)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        arguments: dict[str, Any] = {cache_name(self.model): cache}
+        if self.pads:
+            arguments |= {"attention_mask": mask, "position_ids": positions}
         with self.attention:
-            logits: Tensor = self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            logits: Tensor = self.model(ids, use_cache=True, logits_to_keep=1, **arguments).logits[:, -1]
         return logits
 
 

@@ -12,21 +12,19 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.training.chat import (
+from hf_specdec.training.answers import (
     RECIPE_FILE,
     AnswerSettings,
     check_answers,
-    check_template,
-    dataset_id,
     is_answers,
     read_answers,
-    read_conversations,
-    write_answers,
+    training_rows,
 )
-from hf_specdec.training.data import datasets_package, documents_hash
+from hf_specdec.training.chat import check_template, dataset_id, read_conversations, write_answers
+from hf_specdec.training.data import documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.source import HELD_OUT, Rows, Source, Written, check_width, opening, trained_mode
+from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, opening, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
 
@@ -122,7 +120,7 @@ class ConversationSource(Source):
             "temperatures": sorted({value for recipe in recipes for value in recipe["temperatures"]}),
         }
         datasets = list(dict.fromkeys(recipe["dataset"] for recipe in recipes if recipe.get("dataset")))
-        train, held_out = (_answer_rows(split) for split in splits)
+        train, held_out = (training_rows(split) for split in splits)
         return Written(train, held_out, record, mode, ended, datasets)
 
     def _mixed(self, rows: list[Any], shares: Sequence[float]) -> list[Any]:
@@ -151,15 +149,3 @@ def mixed_counts(counts: Sequence[int], shares: Sequence[float]) -> list[int]:
     """
     largest = min(count / share for count, share in zip(counts, shares, strict=True))
     return [min(count, round(largest * share)) for count, share in zip(counts, shares, strict=True)]
-
-
-def _answer_rows(answers: Sequence[dict[str, Any]]) -> Rows:
-    """Rows of conversation and answer; only the answer is trained on."""
-    rows: Rows = datasets_package().Dataset.from_dict(
-        {
-            "input_ids": [row["prompt_ids"] + row["answer_ids"] for row in answers],
-            "first_anchor": [len(row["prompt_ids"]) for row in answers],
-            "length": [len(row["prompt_ids"]) + len(row["answer_ids"]) for row in answers],
-        }
-    )
-    return rows

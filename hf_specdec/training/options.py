@@ -35,7 +35,7 @@ NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda valu
 Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
 ShareBelow1 = Annotated[float, Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)]
 
-TEXT_ONLY = ("rows", "write_minutes", "writers", "prompt_tokens", "plain_share")
+TEXT_ONLY = ("rows", "write_minutes", "prompt_tokens", "plain_share")
 DATA_ONLY = ("temperature", "max_length", "exclude", "mix")
 
 
@@ -114,9 +114,6 @@ class TrainOptions(AnswerOptions):
     )
     rows: Count = HfArg(default=6144, help="with --text: number of continuations that the target writes")
     write_minutes: NotNegative = HfArg(default=12.0, help="with --text: stop writing after this time")
-    writers: Count | None = HfArg(
-        default=None, help="with --text: processes that write; default: one per torch thread, or one with a GPU"
-    )
     prompt_tokens: list[Count] = HfArg(
         default_factory=lambda: [32, 128],
         help="with --text: length of the prompts",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import multiprocessing
-import os
+import random
 import reprlib
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,20 +17,24 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.training.data import (
-    check_documents,
-    documents_hash,
-    mix,
-    pack_text,
-    plain_rows,
-    write_continuations,
+from hf_specdec.training.answers import (
+    BATCHES_PER_FILE,
+    AnswerSettings,
+    Task,
+    end_ids,
+    read_answers,
+    training_rows,
+    write_files,
 )
+from hf_specdec.training.continuation import Prompt
+from hf_specdec.training.data import check_documents, documents_hash, mix, pack_text, plain_rows
+from hf_specdec.training.features import fingerprint
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, load_target, trained_mode
+from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
 DOCUMENT_LENGTH = 2000  # characters per document of a .txt file
-ROWS_PER_BATCH = 128  # prompts per batch of continuations
-HELD_OUT_SHARE = 8  # one held-out row for this many rows to train on, at most one batch
+HELD_OUT_SHARE, MOST_HELD_OUT = 8, 128  # one held-out row for this many rows to train on, and at most so many
+TEMPERATURES = (0.0, 0.0, 0.0, 0.8)
 
 
 @dataclass(frozen=True)
@@ -81,41 +82,92 @@ class TextSource(Source):
             check_documents(documents, options.prompt_tokens[0])
         if options.plain_share:
             self.plain = pack_text(self.train_ids, width, separator_id=self.tokenizer.eos_token_id)
-            # For the most rows that may be written; batches are complete.
-            plain_rows(-(-options.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), options.plain_share)
+            plain_rows(options.rows, len(self.plain), options.plain_share)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
         options = self.options
-        workers = options.writers or (torch.get_num_threads() if target.device.type == "cpu" else 1)
-        workers = min(workers, -(-options.rows // ROWS_PER_BATCH))
-        settings: dict[str, Any] = {
-            "folder": options.work_dir,
-            "prompt_lengths": tuple(options.prompt_tokens),
-            "new_tokens": self.new_tokens,
-            "batch_size": ROWS_PER_BATCH,
-        }
-        wanted = {"num_rows": options.rows, "max_minutes": options.write_minutes, "seed": options.seed}
-        with processes.main_process_first():
-            if not processes.is_main_process:
-                workers, wanted["max_minutes"] = 1, 0.0  # only read the rows of the main process
-            own = _continuations(target, (options.target, self.dtype), self.train_ids, workers, settings | wanted)
-            held_out = write_continuations(
+        settings = AnswerSettings(TEMPERATURES, max_new_tokens=self.new_tokens, seed=options.seed)
+        num_held_out = min(MOST_HELD_OUT, -(-options.rows // HELD_OUT_SHARE))
+
+        def written(documents: list[list[int]], count: int, held_out: bool) -> list[dict[str, Any]]:
+            folder = write_continuations(
                 target,
-                self.held_out_ids,
-                num_rows=min(ROWS_PER_BATCH, -(-options.rows // HELD_OUT_SHARE)),
-                temperatures=(0.0,),
-                held_out=True,
-                **settings,
+                documents,
+                options.work_dir,
+                settings,
+                count=count,
+                prompt_lengths=(options.prompt_tokens[0], options.prompt_tokens[1]),
+                held_out=held_out,
+                worker=(processes.process_index, processes.num_processes),
+                max_minutes=None if held_out else options.write_minutes,
             )
-        rows = own if self.plain is None else mix(own, self.plain, options.plain_share)
-        ended = sum(row["input_ids"][row["length"] - 1] == self.tokenizer.eos_token_id for row in own) / len(own)
+            processes.wait_for_everyone()
+            return read_answers(folder, f"give more time than --write-minutes {options.write_minutes:g}.")[:count]
+
+        own = written(self.train_ids, options.rows, False)
+        held_out = training_rows(written(self.held_out_ids, num_held_out, True))
+        rows: Any = training_rows(own)
+        if self.plain is not None:
+            rows = mix(rows, self.plain, options.plain_share)
+        ended = sum(row["ended"] for row in own) / len(own)
         record = {
             "rows_written_by_target": len(own),
-            "tokens_written_by_target": sum(own["length"]) - sum(own["first_anchor"]),
+            "tokens_written_by_target": sum(len(row["answer_ids"]) for row in own),
             "share_of_rows_that_end": round(ended, 3),
             "rows_of_plain_text": len(rows) - len(own),
         }
         return Written(rows, held_out, record, trained_mode(self.tokenizer, self.texts), ended)
+
+
+def write_continuations(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    folder: Path,
+    settings: AnswerSettings,
+    *,
+    count: int,
+    prompt_lengths: tuple[int, int],
+    held_out: bool = False,
+    worker: tuple[int, int] = (0, 1),
+    max_minutes: float | None = None,
+) -> Path:
+    """Lets the target continue the beginnings of documents, and writes the texts to disk as JSONL.
+
+    Args:
+        model: the target.
+        documents: token ids of the documents whose beginnings are the prompts.
+        folder: parent of the folder of the files, which is named after target, documents and settings. A line is a
+            text: `prompt_ids`; `answer_ids`, the continuation; `ended`, whether it ends with an end-of-text token.
+        settings: of the continuations.
+        count: texts to write.
+        prompt_lengths: shortest and longest prompt in tokens; all prompts of a file have the same length.
+        held_out: recorded with the settings: the texts are not to be trained on.
+        worker: (rank, number of workers); this call writes every n-th file.
+        max_minutes: no file is begun after this time.
+
+    Returns:
+        The folder of the files.
+
+    Raises:
+        ValueError: no document is long enough for a prompt.
+    """
+    check_documents(documents, prompt_lengths[0])
+    by_length, ends = sorted(documents, key=len), end_ids(model)
+    size, longest = settings.batch_size * BATCHES_PER_FILE, min(prompt_lengths[1], len(by_length[-1]) - 1)
+
+    def task(number: int, draw: torch.Generator) -> Task:
+        # Without padding, which not every layer can leave out.
+        length = random.Random(f"{settings.seed} {number // size}").randint(prompt_lengths[0], longest)
+        fitting = range(bisect_right(by_length, length, key=len), len(by_length))
+        prompt = list(by_length[random.Random(f"{settings.seed} document {number}").choice(fitting)][:length])
+        answer = yield Prompt(prompt, settings.max_new_tokens, settings.temperature_of(number), ends)
+        return [{"prompt_ids": prompt, "answer_ids": answer, "ended": answer[-1] in ends}]
+
+    origin = {"documents": documents_hash(documents), "prompt_lengths": list(prompt_lengths), "held_out": held_out}
+    name = hashlib.sha256(repr((fingerprint(model), settings, origin)).encode()).hexdigest()[:12]
+    own = folder / f"continuations-{name}"
+    write_files(model, count, task, own, settings, origin, worker=worker, max_minutes=max_minutes)
+    return own
 
 
 def chosen_corpus(text: Path | None, default: Corpus | None) -> Corpus:
@@ -165,76 +217,3 @@ def _document(line: str, place: str) -> str:
         raise ValueError(f'{place} must be a JSON object with a string "text", not {reprlib.repr(entry)}.')
     text: str = entry["text"]
     return text
-
-
-def _write_share(
-    rank: int, workers: int, target: tuple[str, torch.dtype], documents: Path, settings: dict[str, Any]
-) -> None:
-    """A process that writes continuations. On CPUs two processes with one thread write faster than one with two."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in case it is not inherited from `_ignoring_sigint`
-    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # so that the progress bar releases its semaphore
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:  # if the main process is killed, its writers must end too
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    ids = json.loads(documents.read_text())
-    write_continuations(load_target(*target), ids, worker=(rank, workers), **settings)
-
-
-@contextmanager
-def _ignoring_sigint() -> Iterator[None]:
-    """Processes started here ignore SIGINT: their parent gets it too and ends them.
-
-    They inherit this, so that it also holds while they import.
-    """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _continuations(
-    target: PreTrainedModel,
-    source: tuple[str, torch.dtype],
-    documents: list[list[int]],
-    workers: int,
-    settings: dict[str, Any],
-) -> Any:
-    """The target's continuations of the documents' beginnings, written by `workers` processes.
-
-    `source` is path and dtype of the target, for several processes.
-    """
-    if workers > 1:
-        context = multiprocessing.get_context("spawn")
-        # A file and not a pipe, which would block this process if a writer fails to start.
-        file = settings["folder"] / "documents.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(documents))
-        shares = [
-            context.Process(target=_write_share, args=(rank, workers, source, file, settings), daemon=True)
-            for rank in range(workers)
-        ]
-        try:
-            with _ignoring_sigint():
-                for share in shares:
-                    share.start()
-            for share in shares:
-                share.join()
-        finally:  # after Ctrl-C some still write
-            for share in shares:
-                if share.is_alive():
-                    share.terminate()
-                    share.join()
-        if any(share.exitcode for share in shares):
-            raise SystemExit("A process that wrote continuations failed; its error is above.")
-        settings = settings | {"max_minutes": 0.0}  # only read the rows
-    return write_continuations(target, documents, **settings)

@@ -11,17 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_specdec.training.chat import (
-    REQUESTS,
-    AnswerSettings,
-    read_conversations,
-    write_answers,
-    write_invented,
-)
+from hf_specdec.training.answers import AnswerSettings
+from hf_specdec.training.chat import REQUESTS, read_conversations, write_answers, write_invented
 from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
-from tests.targets import EOS, VOCAB, fresh_target
+from tests.targets import EOS, HYBRIDS, VOCAB, fresh_target, make_target
 
 datasets = pytest.importorskip("datasets")
 
@@ -90,6 +85,21 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
 
 
+@pytest.mark.parametrize("family", sorted(HYBRIDS))
+def test_every_kind_of_target_writes_its_own_answers(family):
+    """Rows of different lengths, of which one leaves before the others; the rest waits."""
+    target = make_target(family, HYBRIDS[family][2][-1], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 6)]
+    room = [4, 9, 6, 12]
+    written = answered(target, prompts, room, [0] * 4, at_once=3)
+    for prompt, answer, most in zip(prompts, written, room, strict=True):
+        # One more, since some targets force the end of text upon the last token.
+        alone = target.generate(torch.tensor([prompt]), max_new_tokens=most + 1, do_sample=False)
+        assert answer == alone[0, len(prompt) : len(prompt) + len(answer)].tolist()
+        assert len(answer) == most or EOS in answer
+
+
 def test_a_beginning_that_prompts_share_is_read_once():
     target = fresh_target(dtype=torch.float64, attention="sdpa")
     beginning, ends = list(range(3, 33)), {VOCAB}
@@ -108,6 +118,40 @@ def test_a_beginning_that_prompts_share_is_read_once():
         for given, answer in ((prompt, first), (first, second)):
             alone = target.generate(torch.tensor([given]), max_new_tokens=len(answer), do_sample=False)
             assert answer == alone[0, len(given) :].tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_prompt_that_goes_on_from_a_row_keeps_it(at_once):
+    """Short additions are read without the conversation before them; after long ones and changes all of it is read."""
+    target = fresh_target(dtype=torch.float64, attention="sdpa")
+    talks = [[list(range(3, 33)), [7, 9], [5]], [[6, 4], [3] * 40, []], [[8] * 20, [11, 2, 4], [9] * 16]]
+    ends, prompts, answers, read = {VOCAB}, [], [], []
+
+    def task(turns):
+        ids = []
+        for number, turn in enumerate(turns):
+            ids = [*ids, *turn]
+            answers.append((yield Prompt(tuple(ids), 3 + number, 0.0, ends)))
+            prompts.append(ids)
+            ids = [*ids, *answers[-1]]
+        edited = [12, *ids[1:]]  # of the same length
+        answers.append((yield Prompt(edited, 4, 0.0, ends)))
+        prompts.append(edited)
+
+    hook = target.register_forward_pre_hook(lambda _, args, kwargs: read.append(args[0].numel()), with_kwargs=True)
+    continued(target, [task(turns) for turns in talks], torch.Generator(), at_once)
+    hook.remove()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt])
+        alone = target.generate(
+            ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=len(answer), do_sample=False
+        )
+        assert answer == alone[0, len(prompt) :].tolist()
+    if at_once == 1:
+        written = sum(map(len, answers))
+        edited = sum(len(prompt) for prompt in prompts if prompt[0] == 12)
+        first, long = sum(len(turns[0]) for turns in talks), len(talks[1][0]) + 3 + len(talks[1][1])
+        assert sum(read) <= first + long + edited + written + (2 + 1 + 0 + 3 + 16), "nothing is read twice"
 
 
 def test_an_answer_that_loops_ends_early():
@@ -133,7 +177,7 @@ def test_a_step_does_not_copy_what_the_cache_holds():
             target(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             places.add(cache.layers[0].keys.data_ptr())
         assert len(places) == 1
-        cache.batch_select_indices(torch.tensor([0]))
+        cache.reorder_cache(torch.tensor([0]))
         place = cache.layers[0].keys.data_ptr()
         target(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
         assert cache.layers[0].keys.data_ptr() == place, "rows leave with one copy"

@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec.training import progress
-from hf_specdec.training.data import collate, mix, pack_text, training_folders, write_continuations
+from hf_specdec.training.answers import AnswerSettings, read_answers
+from hf_specdec.training.data import collate, mix, pack_text
 from hf_specdec.training.features import TargetReader, cache_states, fingerprint
+from hf_specdec.training.text import write_continuations
 from tests.targets import EOS, VOCAB, fresh_target
 
 datasets = pytest.importorskip("datasets")
@@ -35,9 +37,16 @@ def documents():
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in range(5, 25)]
 
 
-def write(target, documents, folder, **changes):
-    settings = {"num_rows": 12, "prompt_lengths": (4, 7), "new_tokens": 6, "temperatures": (0.0, 0.8), "batch_size": 4}
-    return write_continuations(target, documents, folder, **{**settings, **changes})
+def write(target, documents, folder, *, temperatures=(0.0,), seed=0, **changes):
+    """Files of eight texts; returns the folder."""
+    settings = AnswerSettings(temperatures, max_new_tokens=6, batch_size=1, seed=seed)
+    return write_continuations(
+        target, documents, folder, settings, **{"count": 20, "prompt_lengths": (4, 7), **changes}
+    )
+
+
+def written(*args, **changes):
+    return read_answers(write(*args, **changes))
 
 
 def test_pack_joins_documents_behind_separators_and_drops_the_rest():
@@ -56,115 +65,93 @@ def test_mix_has_the_share_asked_for_and_every_written_row():
     assert sorted(row[0] for row in rows["input_ids"] if row[0] < 100) == list(range(0, 36, 4))
     with pytest.raises(ValueError, match=r"plain_share=0.9 .* needs 81 rows of plain text, but there are 10"):
         mix(own, plain, 0.9)
-    with pytest.raises(ValueError, match=r"rows have 4 tokens and rows of plain text 5"):
-        mix(own, pack_text([list(range(100))], 5), 0.25)
     with pytest.raises(ValueError, match=r"plain_share=1 must be at least 0 and less than 1"):
         mix(own, plain, 1)
 
 
-def test_greedy_rows_are_the_targets_own_continuations(target, documents, tmp_path):
-    rows = write(target, documents, tmp_path, temperatures=(0.0,))
-    assert len(rows) == 12
-    for row in rows:
-        prompt_length, length = row["first_anchor"], row["length"]
-        assert 4 <= prompt_length <= 7
-        assert length == prompt_length + 6
-        assert len(row["input_ids"]) == 7 + 6
-        prompt = torch.tensor([row["input_ids"][:prompt_length]])
-        assert any(document[:prompt_length] == prompt[0].tolist() for document in documents)
-        alone = target.generate(prompt, max_new_tokens=6, do_sample=False)
-        assert row["input_ids"][:length] == alone[0].tolist()
+def test_greedy_texts_are_the_targets_own_continuations(target, documents, tmp_path):
+    texts = written(target, documents, tmp_path)
+    assert len(texts) == 20
+    for number, text in enumerate(texts):
+        prompt = text["prompt_ids"]
+        assert 4 <= len(prompt) <= 7
+        assert len(prompt) == len(texts[number // 8 * 8]["prompt_ids"]), "nothing is padded in a file"
+        assert len(text["answer_ids"]) == 6
+        assert any(document[: len(prompt)] == prompt for document in documents)
+        alone = target.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert prompt + text["answer_ids"] == alone[0].tolist()
+    assert len({tuple(text["prompt_ids"]) for text in texts}) > 10
 
 
-def test_progress_is_told_in_tokens_while_a_batch_is_under_way(target, documents, tmp_path, capsys, monkeypatch):
+def test_progress_is_told_in_tokens_while_states_are_computed(target, tmp_path, capsys, monkeypatch):
     bar = progress.tqdm
     monkeypatch.setattr(progress, "tqdm", lambda **settings: bar(**settings | {"mininterval": 0, "miniters": 1}))
-    line = r"target {}: .* {}/{} \[.*\]"
-
-    def expect(work, first, total, run):
-        result = run()
-        lines = [each.strip() for each in re.split(r"[\r\n]", capsys.readouterr().err) if each.strip()]
-        assert re.fullmatch(line.format(work, first, total), lines[1]), lines
-        assert re.fullmatch(line.format(work, total, total), lines[-1]), lines
-        run()
-        assert not capsys.readouterr().err, "nothing is left to do"
-        return result
-
-    rows = expect("writes", 4, 12 * 6, lambda: write(target, documents, tmp_path))
-    reader = TargetReader(target, [1])
-    lengths = sorted(rows["length"])  # rows are read in this order, without their padding
-    expect("states", sum(lengths[:3]), sum(lengths), lambda: cache_states(reader, rows, tmp_path, batch_size=3))
+    rows, reader = ragged_rows(), TargetReader(target, [1])
+    lengths = sorted(row["length"] for row in rows)  # rows are read in this order, without their padding
+    cache_states(reader, rows, tmp_path, batch_size=3)
+    lines = [each.strip() for each in re.split(r"[\r\n]", capsys.readouterr().err) if each.strip()]
+    for line, done in ((lines[1], sum(lengths[:3])), (lines[-1], sum(lengths))):
+        assert re.fullmatch(rf"target states: .* {done}/{sum(lengths)} \[.*\]", line), lines
+    cache_states(reader, rows, tmp_path, batch_size=3)
+    assert not capsys.readouterr().err, "nothing is left to do"
 
 
-def test_sampled_batches_follow_their_own_seed_and_leave_the_callers_generator_alone(target, documents, tmp_path):
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    one = write(target, documents, tmp_path / "one")
-    assert torch.equal(torch.rand(3), expected)
-    other = write(target, documents, tmp_path / "other")
-    assert one["input_ids"][:] == other["input_ids"][:]
-    third = write(target, documents, tmp_path / "third", seed=1)
-    assert one["input_ids"][:] != third["input_ids"][:]
+def test_sampled_texts_follow_their_seed(target, documents, tmp_path):
+    texts = {
+        name: written(target, documents, tmp_path / name, temperatures=(0.0, 0.8), seed=seed)
+        for name, seed in (("one", 0), ("other", 0), ("third", 1))
+    }
+    assert texts["one"] == texts["other"]
+    assert texts["one"] != texts["third"]
 
 
-def test_rows_end_with_the_end_of_text(target, documents, tmp_path):
-    greedy = write(target, documents, tmp_path, temperatures=(0.0,))
+def test_texts_end_with_the_end_of_text(target, documents, tmp_path):
+    greedy = written(target, documents, tmp_path)
+    assert not any(text["ended"] for text in greedy)
     # Whatever the target writes second for some prompt is its end of text from now on.
-    end = greedy[0]["input_ids"][greedy[0]["first_anchor"] + 1]
+    end = greedy[0]["answer_ids"][1]
     target.generation_config.eos_token_id = [EOS, end]
-    rows = write(target, documents, tmp_path / "ending", temperatures=(0.0,), finished_share=1.0)
-    ended = 0
-    for row, unended in zip(rows, greedy, strict=True):
-        start, length = row["first_anchor"], row["length"]
-        written = row["input_ids"][start:length]
-        assert written == unended["input_ids"][start:length]
-        assert not {EOS, end} & set(written[:-1])
-        assert written[-1] in (EOS, end) or len(written) == 6
-        ended += len(written) < 6
-    assert ended > 0
-
-
-def test_batch_stops_once_most_rows_have_ended(target, documents, tmp_path):
-    greedy = write(target, documents, tmp_path, temperatures=(0.0,), num_rows=4)
-    end = greedy[0]["input_ids"][greedy[0]["first_anchor"]]
-    target.generation_config.eos_token_id = end
-    rows = write(target, documents, tmp_path / "stopping", temperatures=(0.0,), num_rows=4, finished_share=0.25)
-    assert max(row["length"] - row["first_anchor"] for row in rows) == 1
+    texts = written(target, documents, tmp_path / "ending")
+    for text, unended in zip(texts, greedy, strict=True):
+        answer = text["answer_ids"]
+        assert answer == unended["answer_ids"][: len(answer)]
+        assert not {EOS, end} & set(answer[:-1])
+        assert text["ended"] == (answer[-1] in (EOS, end))
+        assert text["ended"] or len(answer) == 6
+    assert 0 < sum(text["ended"] for text in texts) < len(texts)
 
 
 def test_interrupted_writing_goes_on_and_workers_share_the_work(target, documents, tmp_path):
-    whole = write(target, documents, tmp_path / "whole")
+    whole = written(target, documents, tmp_path / "whole", temperatures=(0.0, 0.8))
     folder = tmp_path / "parts"
-    begun = []  # of each batch, its prompt lengths
-    target.register_forward_pre_hook(
-        lambda model, inputs, named: begun.append(named["input_ids"].shape[1]), with_kwargs=True
-    )
+    begun = []  # of each file, its number of texts
+    target.register_forward_pre_hook(lambda model, inputs, named: begun.append(len(inputs[0])), with_kwargs=True)
 
-    def written(**changes):
+    def went_on(**changes):
         begun.clear()
-        rows = write(target, documents, folder, **changes)
-        parts = sorted(int(part.name.removeprefix("part-")) for part in folder.glob("*/part-*"))
-        return rows, sum(length > 1 for length in begun), parts
+        own = write(target, documents, folder, temperatures=(0.0, 0.8), **changes)
+        return bool(begun), [int(file.stem.removeprefix("answers-")) for file in sorted(own.glob("answers-*.jsonl"))]
 
-    assert written(worker=(1, 2))[1:] == (1, [1])
-    rows, batches, parts = written()
-    assert (batches, parts) == (2, [0, 1, 2]), "a part that is there is not written again"
-    assert rows["input_ids"][:] == whole["input_ids"][:]
-    more, batches, parts = written(num_rows=13)
-    assert (len(more), batches, parts) == (16, 1, [0, 1, 2, 3]), "more rows add parts"
+    assert went_on(worker=(1, 2)) == (True, [1])
+    assert went_on(worker=(3, 4)) == (False, [1]), "a worker more than there are files"
+    assert went_on() == (True, [0, 1, 2])
+    assert written(target, documents, folder, temperatures=(0.0, 0.8)) == whole
+    assert went_on() == (False, [0, 1, 2]), "what is there is not written again"
+    assert went_on(count=30) == (True, [0, 1, 2, 3]), "more texts add files"
     (recipe,) = folder.glob("*/recipe.json")
     assert json.loads(recipe.read_text())["temperatures"] == [0.0, 0.8]
 
 
-def test_another_target_or_text_gets_a_folder_of_its_own(target, documents, tmp_path):
-    write(target, documents, tmp_path, num_rows=4)
-    write(target, documents[1:], tmp_path, num_rows=4)
-    write(fresh_target(dtype=torch.float32, seed=4), documents, tmp_path, num_rows=4)
-    assert len(list(tmp_path.glob("continuations-*"))) == 3
-    target.generation_config.repetition_penalty = 5.0
-    write(target, documents, tmp_path, num_rows=4)
-    assert len(list(tmp_path.glob("continuations-*"))) == 4
+def test_another_target_or_text_and_held_out_texts_get_a_folder_of_their_own(target, documents, tmp_path):
+    folders = {
+        write(target, documents, tmp_path, count=4),
+        write(target, documents[1:], tmp_path, count=4),
+        write(fresh_target(dtype=torch.float32, seed=4), documents, tmp_path, count=4),
+        write(target, documents, tmp_path, count=4, held_out=True),
+    }
+    assert len(folders) == 4
+    assert folders == set(tmp_path.iterdir())
+    assert sum(json.loads((each / "recipe.json").read_text())["held_out"] for each in folders) == 1
 
 
 def test_a_target_is_known_by_its_weights_and_settings_and_not_by_its_folder(target, tmp_path):
@@ -180,15 +167,6 @@ def test_a_target_is_known_by_its_weights_and_settings_and_not_by_its_folder(tar
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == known
 
 
-def test_held_out_rows_are_told_from_those_to_train_on(target, documents, tmp_path):
-    write(target, documents, tmp_path, num_rows=4)
-    (own,) = tmp_path.iterdir()
-    write(target, documents, tmp_path, num_rows=4, held_out=True)
-    (tmp_path / "continuations-of-unknown-kind").mkdir()
-    (tmp_path / "continuations-of-unknown-kind" / "recipe.json").write_text("{}")
-    assert training_folders(tmp_path) == [own]
-
-
 def test_states_at_minus_one_enter_the_first_layer_and_those_past_the_last_leave_the_decoder(target):
     ids = torch.randint(3, VOCAB, (2, 8))
     hidden = target(ids, output_hidden_states=True).hidden_states
@@ -197,23 +175,11 @@ def test_states_at_minus_one_enter_the_first_layer_and_those_past_the_last_leave
 
 
 def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
-    with pytest.raises(ValueError, match=r"max_minutes=0 was too short to write a batch of 4 rows"):
-        write(target, documents, tmp_path, max_minutes=0)
+    assert not list(write(target, documents, tmp_path, max_minutes=0).glob("answers-*"))
+    written(target, documents, tmp_path)
+    assert len(written(target, documents, tmp_path, count=100, max_minutes=0)) == 20
     with pytest.raises(ValueError, match=r"None of 20 documents has more than 40 tokens"):
         write(target, documents, tmp_path, prompt_lengths=(40, 50))
-
-
-def test_a_worker_more_than_there_are_batches_has_nothing_to_do(target, documents, tmp_path):
-    assert len(write(target, documents, tmp_path, num_rows=4, max_minutes=5, worker=(0, 2))) == 4
-    assert len(write(target, documents, tmp_path, num_rows=4, max_minutes=5, worker=(1, 2))) == 0
-
-
-def test_wishes_that_no_text_can_meet_are_refused(target, documents, tmp_path):
-    with pytest.raises(ValueError, match=r"^The number of rows to write is 0, but must be at least 1"):
-        write(target, documents, tmp_path, num_rows=0)
-    with pytest.raises(ValueError, match=r"Prompts of 7 to 4 tokens are not possible: the shortest must have"):
-        write(target, documents, tmp_path, prompt_lengths=(7, 4))
-    assert not list(tmp_path.iterdir())
 
 
 def test_missing_datasets_package_is_named_with_its_extra(lacking):

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
-from hf_specdec.training.chat import AnswerSettings, read_conversations, write_answers
+from hf_specdec.training.answers import AnswerSettings
+from hf_specdec.training.chat import read_conversations, write_answers
 from hf_specdec.training.hrad import (
     Examples,
     Settings,

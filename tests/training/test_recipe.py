@@ -75,7 +75,6 @@ def test_text_is_required_where_no_corpus_is_given(capsys):
         ("dflash", "--write-minutes inf", "argument --write-minutes: inf must be a finite number of at least 0"),
         ("dflash", "--batch-size 0", "argument --batch-size: 0 must be at least 1"),
         ("dflash", "--new-tokens 0", "argument --new-tokens: 0 must be at least 1"),
-        ("dflash", "--writers 0", "argument --writers: 0 must be at least 1"),
         ("dflash", "--learning-rate nan", "argument --learning-rate: nan must be a finite number above 0"),
         ("dflash", "--seed 99999999999999999999", "--seed: 99999999999999999999 must be between 0 and 4294967295"),
         ("dflash", "--rows 0", "argument --rows: 0 must be at least 1"),

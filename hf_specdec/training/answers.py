@@ -1,0 +1,189 @@
+"""Files of text that a target wrote: JSONL in a folder, with the settings in `recipe.json`.
+
+A line is one answer, or the continuation of a document. A file depends only on its number and the recipe, so an
+interrupted call can be continued, and several processes can share the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.training.continuation import Prompt, continued
+from hf_specdec.training.data import datasets_package
+from hf_specdec.training.features import fingerprint
+from hf_specdec.training.progress import INTERVAL_S
+from hf_specdec.training.source import Rows
+
+RECIPE_FILE = "recipe.json"
+BATCHES_PER_FILE = 8  # so that waiting prompts take the places of ended ones for most of the time
+Task = Generator[Prompt, list[int], list[dict[str, Any]]]  # one text or conversation; returns its rows
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Settings of the answers.
+
+    Attributes:
+        temperatures: of the answers; texts take them in turn. 0 is greedy.
+        follow_ups: share of conversations in which the target invents one more user message and answers it.
+        max_new_tokens: of one answer; longer answers are cut.
+        max_length: most tokens of a conversation with its answer: longer answers are cut, and turns without space for
+            an answer are skipped.
+        batch_size: texts per forward; a file has `BATCHES_PER_FILE` times as many.
+        seed: of sampling.
+    """
+
+    temperatures: tuple[float, ...] = (0.0,)
+    follow_ups: float = 0.0
+    max_new_tokens: int = 384
+    max_length: int = 768
+    batch_size: int = 32
+    seed: int = 0
+
+    def temperature_of(self, number: int) -> float:
+        """The temperature of a text, by its number."""
+        return self.temperatures[number % len(self.temperatures)]
+
+
+def write_files(
+    model: PreTrainedModel,
+    count: int,
+    task: Callable[[int, torch.Generator], Task],
+    folder: Path,
+    settings: AnswerSettings,
+    origin: dict[str, Any],
+    *,
+    worker: tuple[int, int] = (0, 1),
+    max_minutes: float | None = None,
+) -> list[Path]:
+    """Writes the files that are missing.
+
+    Args:
+        model: the target.
+        count: texts to write. A later call that asks for more adds files; the last file of the earlier call stays as
+            short as it was.
+        task: makes the text of a number; it draws with this generator.
+        folder: of the files.
+        settings: of the answers.
+        origin: what else decides on the texts, for the recipe.
+        worker: (rank, number of workers); this call writes every n-th file.
+        max_minutes: no file is begun after this time.
+
+    Returns:
+        The files of this worker.
+
+    Raises:
+        ValueError: the folder holds answers with other settings.
+    """
+    recipe = {
+        "target": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch."), **origin, **asdict(settings)
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_recipe(folder / RECIPE_FILE, json.loads(json.dumps(recipe)))
+    size, (rank, workers) = settings.batch_size * BATCHES_PER_FILE, worker
+    files = {number: folder / f"answers-{number:06d}.jsonl" for number in range(rank, -(-count // size), workers)}
+    missing = {number: file for number, file in files.items() if not file.exists()}
+    begun = time.monotonic()
+    with tqdm(missing.items(), "target writes", unit=" files", disable=rank > 0, mininterval=INTERVAL_S) as progress:
+        for number, file in progress:
+            started = time.monotonic()
+            if max_minutes is not None and started - begun >= 60 * max_minutes:
+                break
+            draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
+            tasks = [task(index, draw) for index in range(number * size, min((number + 1) * size, count))]
+            rows = [row for text in continued(model, tasks, draw, settings.batch_size) for row in text]
+            _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+            num_tokens = sum(len(row["answer_ids"]) for row in rows)
+            progress.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens of answers/s")
+    return list(files.values())
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Writes a file that gets its name when it is complete: other processes may read it, and a call may be stopped."""
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
+
+
+def is_answers(source: str) -> bool:
+    """Whether `source` is a folder of `write_files`."""
+    return (Path(source) / RECIPE_FILE).is_file()
+
+
+def read_answers(
+    folder: Path, way_out: str = "run `hf-specdec write` with this --output first."
+) -> list[dict[str, Any]]:
+    """The answers in a folder; `chat.write_answers` and `text.write_continuations` have their keys.
+
+    Raises:
+        ValueError: there are none.
+    """
+    files = sorted(folder.glob("answers-*.jsonl"))
+    answers = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    if not answers:
+        raise ValueError(f"{str(folder)!r} holds no answers yet: {way_out}")
+    return answers
+
+
+def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the answers in a folder were written by another model or in another chat template."""
+    recipe = json.loads((folder / RECIPE_FILE).read_text())
+    if recipe["target"] != fingerprint(model, getattr(torch, recipe["dtype"])):
+        raise ValueError(
+            f"The answers in {str(folder)!r} were not written by target {model.name_or_path!r}: its config or weights "
+            "differ. A drafter has to learn from its own target: write new answers with it, with `hf-specdec write`."
+        )
+    if recipe["chat_template"] != template_hash(tokenizer):
+        raise ValueError(
+            f"The answers in {str(folder)!r} were written in another chat template than the present one of "
+            f"{tokenizer.name_or_path!r}. Restore that template, or write new answers with `hf-specdec write`."
+        )
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the tokenizer's chat template, for the recipe."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+
+
+def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
+    """Writes the recipe next to the answers, or compares it with the existing one."""
+    if not file.exists():
+        _write_whole(file, json.dumps(recipe, indent=2) + "\n")
+    earlier = json.loads(file.read_text())
+    changed = [
+        f"{name} {earlier.get(name)!r}, now {value!r}" for name, value in recipe.items() if earlier.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{str(file.parent)!r} holds answers that were written with other settings: {'; '.join(changed)}. To "
+            "continue, give the settings of these answers; otherwise give another folder."
+        )
+
+
+def end_ids(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text."""
+    end = model.generation_config.eos_token_id
+    return {end} if isinstance(end, int) else set(end or ())
+
+
+def training_rows(answers: Sequence[dict[str, Any]]) -> Rows:
+    """Rows of text and answer, with the columns of `data.py`; only the answer is trained on."""
+    rows: Rows = datasets_package().Dataset.from_dict(
+        {
+            "input_ids": [row["prompt_ids"] + row["answer_ids"] for row in answers],
+            "first_anchor": [len(row["prompt_ids"]) for row in answers],
+            "length": [len(row["prompt_ids"]) + len(row["answer_ids"]) for row in answers],
+        }
+    )
+    return rows
