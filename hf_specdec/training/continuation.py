@@ -27,7 +27,7 @@ from hf_specdec.training.filters import LOOP, before_loop
 SIMILAR = 0.7  # prompts that are read together are at least this much of the longest
 GROWTH = 128  # entries by which a buffer grows
 CHANGED_SHARE = 1 / 16  # of the batch: as many ended rows are replaced together, because prompts are read together
-READ_IN_STEPS = 16  # tokens; as many more of a conversation are read one a step, with the batch, instead of all of it
+READ_IN_STEPS = 16  # tokens; a prompt that goes on from its row by at most so many reads them one a step
 Result = TypeVar("Result")
 
 
@@ -43,7 +43,7 @@ class Prompt:
         text: the tokens written.
         ended: whether no token follows.
         task: its number.
-        unread: the last of `ids`, which its row reads one a step.
+        unread: the last of `ids`, which its row has still to read.
     """
 
     ids: Sequence[int]
