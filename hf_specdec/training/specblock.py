@@ -182,7 +182,7 @@ def block_losses(
     )
 
 
-def sparse_block_losses(
+def losses_at_starts(
     logits: Tensor,
     rank_logits: Tensor,
     target_logits: Tensor,
@@ -194,7 +194,7 @@ def sparse_block_losses(
     refused: Tensor | None = None,
     **options: Any,
 ) -> BlockLosses:
-    """`block_losses` for heads that were computed at the starts only; the losses are the same.
+    """`block_losses` of heads that were computed at the starts only.
 
     `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] belong to the True positions of
     `start_mask`, in order; see `block_losses` for the other arguments.
@@ -240,8 +240,6 @@ class SpecBlockStep(AdaptiveStep):
         rank_budget: see `block_losses`.
         window: length of the part of a row to train on, drawn for every batch; None for the whole row. With K entries
             per position, attention is the most expensive part of long rows.
-        sparse: compute the heads only at starts that count. The loss is the same, and cheaper if few positions count;
-            the shapes vary from batch to batch.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
@@ -254,7 +252,6 @@ class SpecBlockStep(AdaptiveStep):
     drafter: SpecBlockDrafter
     heads = ("lm_head.", "rank_head.")
     cross_position = False
-    sparse = False
 
     def __init__(
         self,
@@ -270,7 +267,6 @@ class SpecBlockStep(AdaptiveStep):
         rank_loss: RankLoss = "paper",
         rank_budget: int | None = None,
         window: int | None = None,
-        sparse: bool = False,
     ) -> None:
         super().__init__(drafter, target, loss, last_hidden=True)
         for name, value, least in (
@@ -293,7 +289,7 @@ class SpecBlockStep(AdaptiveStep):
             )
         self.embed_tokens = target.get_input_embeddings()
         self.num_blocks, self.rank_start, self.rank_start_step = num_blocks, rank_start, rank_start_step
-        self.window, self.sparse = window, sparse
+        self.window = window
         self.options: dict[str, Any] = {
             "valid_prefix": valid_prefix, "slot_weights": slot_weights, "loss": loss, "rank_loss": rank_loss,
             "rank_budget": rank_budget,
@@ -446,13 +442,12 @@ class SpecBlockStep(AdaptiveStep):
             at = places + offset if block and config.block_positions == "path" else places
             output: BlockOutput = model(
                 conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored,
-                read=start_mask if self.sparse else None,
+                read=start_mask,
             )  # fmt: skip
             if all_logits is not None:
-                all_logits.append((output.logits if self.sparse else output.logits[start_mask]).flatten(0, 1))
-            compute = sparse_block_losses if self.sparse else block_losses
+                all_logits.append(output.logits.flatten(0, 1))
             losses.append(
-                compute(
+                losses_at_starts(
                     output.logits, output.rank_logits, target_logits, position_mask, start_mask, offset=offset,
                     text_ids=text_ids, refused=refused, **self.options,
                 )
@@ -611,7 +606,6 @@ def _adapting(drafter: SpecBlockDrafter, target: PreTrainedModel) -> SpecBlockSt
         rank_start=0,
         slot_weights="by_count",
         rank_budget=1,
-        sparse=True,
     )
 
 
