@@ -32,7 +32,8 @@ def test_positions_and_true_buckets_are_those_that_training_counts() -> None:
         (losses,) = step.chain(drafter, states.features, ids, probs, everywhere, sayable, training=False)
     handle.remove()
     part = slice(4, 30 - 3)
-    truth, said = losses.rank_classes[:, part], outputs[0].rank_logits[:, part].argmax(-1)
+    rank_logits = outputs[0].rank_logits.view(*losses.rank_classes.shape, 4)  # every position is a start
+    truth, said = losses.rank_classes[:, part], rank_logits[:, part].argmax(-1)
     expected = (truth * 4 + said)[truth >= 0].bincount(minlength=16).view(4, 4)
     # A position's true token is the target's likeliest one; training looks for it among those that can be said.
     assert quality.counts.tolist() == expected.tolist()
