@@ -5,7 +5,7 @@ the target's features of the positions before the anchor as context. Slot k draf
 anchor, or k + 1 if the anchor's own slot drafts.
 The blocks of a row share its context and are concatenated; an attention mask separates them.
 Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
-`hf_specdec/drafters/dflash/`, the losses in `losses.py`, the target's side in `data.py`.
+`hf_specdec/drafters/dflash.py`, the losses in `losses.py`, the target's side in `features.py`.
 """
 
 from __future__ import annotations

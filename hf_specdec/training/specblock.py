@@ -11,7 +11,7 @@ Source: SpecBlock, Sections 3.3 and 4.1 and Appendix A; the vocabulary is chosen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -92,13 +92,12 @@ def block_losses(
     slot_weights: SlotWeights = "alike",
     rank_loss: RankLoss = "paper",
     rank_budget: int | None = None,
-    length: int | None = None,
 ) -> BlockLosses:
     """Draft and rank loss of one block (Section 3.3).
 
     Args:
-        logits: [batch, positions, slots, draft_vocab] float32.
-        rank_logits: [batch, positions, slots, classes] float32.
+        logits: [starts, slots, draft_vocab] float32, of the True positions of `start_mask`, in order.
+        rank_logits: [starts, slots, classes] float32.
         target_logits: [batch, rows, draft_vocab] float32, the target's over the draft vocabulary. Slot k of position i
             belongs to row i + offset + k; rows beyond the end may be missing.
         position_mask: [batch, rows] bool, rows that are trained: text whose best token is in the draft vocabulary.
@@ -118,40 +117,27 @@ def block_losses(
             the weight 1 + distance, plus the distance again if the true bucket is worse than the predicted one; its
             mask ends a path where the rank head is wrong.
         rank_budget: a bucket of a slot counts as at most this many examples; None for no limit.
-        length: of the text that starts with these `positions` positions; None for `positions`.
     """
-    _, positions, slots, _ = logits.shape
-    missing = positions + offset + slots - target_logits.shape[1]
-    if missing > 0:
-        target_logits = torch.nn.functional.pad(target_logits, (0, 0, 0, missing))
-        position_mask = torch.nn.functional.pad(position_mask, (0, missing))
-        if text_ids is not None:
-            text_ids = torch.nn.functional.pad(text_ids, (0, missing), value=-1)
-        if refused is not None:
-            refused = torch.nn.functional.pad(refused, (0, 0, 0, missing), value=-1)
     labels = smoothed_classes(rank_logits.shape[-1]).to(logits.device)
     if rank_loss == "paper":
         labels = torch.eye(len(labels), device=logits.device)
-    best_ids = target_logits.argmax(-1)
-    path = start_mask & position_mask[:, :positions]
-    rank_path = path
+    row, position = start_mask.nonzero(as_tuple=True)
+    length, best_ids = target_logits.shape[1], target_logits.argmax(-1)
+    path = rank_path = position_mask[row, position]
     valid, draft, correct, classes = [path], [], [], []
     rank_sum, rank_count = logits.new_zeros(()), logits.new_zeros(())
     # unbind and not an index per slot: the gradient of each index would be a zero tensor as large as all logits.
-    for slot, (slot_logits, slot_rank_logits) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
-        rows = slice(offset + slot, offset + slot + positions)
-        # The last positions have no tokens for later slots.
-        inside = torch.arange(positions, device=logits.device) < (length or positions) - slot
-        counted = position_mask[:, rows] & inside
-        values = position_losses(
-            loss, slot_logits, target_logits[:, rows], refused=None if refused is None else refused[:, rows]
-        )
+    for slot, (slot_logits, slot_rank_logits) in enumerate(zip(logits.unbind(1), rank_logits.unbind(1), strict=True)):
+        ahead = position + offset + slot
+        at, inside = (row, ahead.clamp(max=length - 1)), ahead < length
+        counted = position_mask[at] & inside
+        values = position_losses(loss, slot_logits, target_logits[at], refused=None if refused is None else refused[at])
         mask = counted & path
         if slot == 0 or slot_weights == "alike":
             normaliser = mask.sum().clamp(min=1)
         draft.append((values * mask).sum() / normaliser)
-        token_ids = best_ids[:, rows]
-        right = slot_logits.argmax(-1) == token_ids
+        token_ids, chosen = best_ids[at], slot_logits.argmax(-1)
+        right = chosen == token_ids
         correct.append(right & inside)
 
         truth = rank_classes(slot_logits.detach(), token_ids)
@@ -169,58 +155,22 @@ def block_losses(
         classes.append(truth.where(mask, -1))
 
         if valid_prefix:
-            follows = right if text_ids is None else slot_logits.argmax(-1) == text_ids[:, rows]
-            path = path & (follows | ~inside)
-            rank_path = rank_path & ((slot_rank_logits.argmax(-1) == truth) | ~inside)
+            follows = right if text_ids is None else chosen == text_ids[at]
+            path = path & follows & inside
+            rank_path = rank_path & (slot_rank_logits.argmax(-1) == truth)
         valid.append(path)
+
+    def spread(found: list[Tensor], empty: Any) -> Tensor:
+        whole = torch.full((*start_mask.shape, len(found)), empty, dtype=found[0].dtype, device=logits.device)
+        whole[start_mask] = torch.stack(found, -1)
+        return whole
+
     return BlockLosses(
         torch.stack(draft),
         rank_sum / rank_count.clamp(min=1e-6),
-        torch.stack(correct, -1),
-        torch.stack(valid, -1),
-        torch.stack(classes, -1),
-    )
-
-
-def losses_at_starts(
-    logits: Tensor,
-    rank_logits: Tensor,
-    target_logits: Tensor,
-    position_mask: Tensor,
-    start_mask: Tensor,
-    *,
-    offset: int,
-    text_ids: Tensor | None = None,
-    refused: Tensor | None = None,
-    **options: Any,
-) -> BlockLosses:
-    """`block_losses` of heads that were computed at the starts only.
-
-    `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] belong to the True positions of
-    `start_mask`, in order; see `block_losses` for the other arguments.
-    """
-    slots, length = logits.shape[1], target_logits.shape[1]
-    row, position = start_mask.nonzero(as_tuple=True)
-    # Each start becomes a row, with the target's logits for its slots.
-    ahead = position.unsqueeze(1) + torch.arange(offset + slots, device=position.device)
-    at = row.unsqueeze(1), ahead.clamp(max=length - 1)
-    losses = block_losses(
-        logits.unsqueeze(1), rank_logits.unsqueeze(1), target_logits[at], position_mask[at] & (ahead < length),
-        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots,
-        text_ids=None if text_ids is None else text_ids[at].where(ahead < length, -1),
-        refused=None if refused is None else refused[at], **options,
-    )  # fmt: skip
-
-    def spread(found: Tensor, empty: Any) -> Tensor:
-        whole = torch.full((*start_mask.shape, found.shape[-1]), empty, dtype=found.dtype, device=found.device)
-        whole[start_mask] = found.squeeze(1)
-        return whole
-
-    return replace(
-        losses,
-        correct=spread(losses.correct, False),
-        valid=spread(losses.valid, False),
-        rank_classes=spread(losses.rank_classes, -1),
+        spread(correct, False),
+        spread(valid, False),
+        spread(classes, -1),
     )
 
 
@@ -341,7 +291,7 @@ class SpecBlockStep(AdaptiveStep):
         # Each position is a row with one start and one slot.
         alone = torch.ones_like(best_ids, dtype=torch.bool).unsqueeze(1)
         losses = block_losses(
-            logits[:, None, None], rank_logits[:, None, None], target_logits.unsqueeze(1),
+            logits.unsqueeze(1), rank_logits.unsqueeze(1), target_logits.unsqueeze(1),
             (self.draft_ids(best_ids) >= 0).unsqueeze(1), alone, **self.options,
         )  # fmt: skip
         return losses.draft.sum() + losses.rank, logits
@@ -447,7 +397,7 @@ class SpecBlockStep(AdaptiveStep):
             if all_logits is not None:
                 all_logits.append(output.logits.flatten(0, 1))
             losses.append(
-                losses_at_starts(
+                block_losses(
                     output.logits, output.rank_logits, target_logits, position_mask, start_mask, offset=offset,
                     text_ids=text_ids, refused=refused, **self.options,
                 )

@@ -96,11 +96,15 @@ def test_progress_is_told_in_tokens_while_states_are_computed(target, tmp_path, 
     assert not capsys.readouterr().err, "nothing is left to do"
 
 
-def test_sampled_texts_follow_their_seed(target, documents, tmp_path):
+def test_sampled_texts_follow_their_seed_and_leave_the_callers_generator_alone(target, documents, tmp_path):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
     texts = {
         name: written(target, documents, tmp_path / name, temperatures=(0.0, 0.8), seed=seed)
         for name, seed in (("one", 0), ("other", 0), ("third", 1))
     }
+    assert torch.equal(torch.rand(3), expected)
     assert texts["one"] == texts["other"]
     assert texts["one"] != texts["third"]
 

@@ -86,16 +86,16 @@ def test_refused_drafts_cost_their_probability_where_the_target_would_not_have_c
 
 
 def test_a_row_of_the_block_losses_is_the_plain_formula():
-    draft, target = torch.randn(1, 1, 1, VOCAB), torch.randn(1, 1, VOCAB)
+    draft, target = torch.randn(1, 1, VOCAB), torch.randn(1, 1, VOCAB)
     everywhere = torch.ones(1, 1, dtype=torch.bool)
     refused = torch.tensor([[[3, -1]]])
     for loss in LOSS_NAMES:
-        found = block_losses(draft, torch.zeros(1, 1, 1, 4), target, everywhere, everywhere, loss=loss).draft
-        torch.testing.assert_close(found, plain(loss, draft[0, 0], target[0], target[0].argmax(-1)))
+        found = block_losses(draft, torch.zeros(1, 1, 4), target, everywhere, everywhere, loss=loss).draft
+        torch.testing.assert_close(found, plain(loss, draft[0], target[0], target[0].argmax(-1)))
         more = block_losses(
-            draft, torch.zeros(1, 1, 1, 4), target, everywhere, everywhere, loss=loss, refused=refused
+            draft, torch.zeros(1, 1, 4), target, everywhere, everywhere, loss=loss, refused=refused
         ).draft
-        torch.testing.assert_close(more - found, refusal_loss(draft[0, 0], target[0], refused[0]))
+        torch.testing.assert_close(more - found, refusal_loss(draft[0], target[0], refused[0]))
 
 
 def test_draft_losses_hold_no_more_logits_than_allowed_and_train_a_head_that_is_to_learn(case):

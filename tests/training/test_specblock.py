@@ -85,8 +85,9 @@ def test_losses_equal_the_reference(file: Path, case: dict[str, Any]) -> None:
         logits, rank_logits = given[f"logits{suffix}"], given[f"rank_logits{suffix}"]
         probs, position_mask = given["target_p_padded"], given["position_mask_padded"]
         start_mask = given["loss_mask"]
+    starts = start_mask[..., 0] > 0
     losses = block_losses(
-        logits, rank_logits, log_of(probs), position_mask[..., 0] > 0, start_mask[..., 0] > 0,
+        logits[starts], rank_logits[starts], log_of(probs), position_mask[..., 0] > 0, starts,
         offset=case["target_offset"],
         rank_loss="published",
         rank_budget=case["budget_per_class"] or None,
@@ -315,11 +316,11 @@ def test_a_prefix_is_valid_where_it_predicts_the_rows_own_tokens(target: PreTrai
 def test_without_the_mask_every_slot_counts(target: PreTrainedModel) -> None:
     drafter = make_specblock(target)
     batch = rows_of(target)
-    logits = torch.randn(2, 6, 3, 8)
+    logits = torch.randn(12, 3, 8)
     mask = torch.ones(2, 6, dtype=torch.bool)
     probs = torch.randn(2, 6, 8).softmax(-1)
     masked, free = (
-        block_losses(logits, torch.randn(2, 6, 3, 4), probs, mask, mask, valid_prefix=flag) for flag in (True, False)
+        block_losses(logits, torch.randn(12, 3, 4), probs, mask, mask, valid_prefix=flag) for flag in (True, False)
     )
     assert free.valid.all()
     assert not masked.valid[..., -1].any()
@@ -328,7 +329,7 @@ def test_without_the_mask_every_slot_counts(target: PreTrainedModel) -> None:
 
 
 def test_by_count_a_late_slot_weighs_as_much_as_it_has_positions() -> None:
-    logits, rank_logits = torch.randn(2, 6, 3, 8), torch.randn(2, 6, 3, 4)
+    logits, rank_logits = torch.randn(12, 3, 8), torch.randn(12, 3, 4)
     mask = torch.ones(2, 6, dtype=torch.bool)
     probs = torch.randn(2, 6, 8).softmax(-1)
     alike, by_count = (
