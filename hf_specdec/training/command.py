@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import hashlib
 import json
 import platform
@@ -153,9 +154,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     trainer.train(resume_from_checkpoint=last)
     losses = _losses(trainer)
     training_minutes = (time.time() - training_started) / 60
+    state = trainer.state
     processes.wait_for_everyone()
-    processes.destroy_process_group()  # a process whose group threads still run at exit sometimes aborts
-    if not trainer.is_world_process_zero():
+    # A process whose group's threads still run when Python ends can abort: they free tensors, which takes the GIL. The
+    # threads end with the last reference to the group, and the trainer, a reference cycle, holds one.
+    del trainer
+    gc.collect()
+    processes.destroy_process_group()
+    if not processes.is_main_process:
         return
     if recipe.finish is not None:
         recipe.finish(model, target, written.held_out)
@@ -184,10 +190,10 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
                     "mean_acceptance_length": round(length, 3),
                     "accuracy_1": entry.get("eval_accuracy_1", entry.get("eval_accuracy")),
                 }
-                for entry in trainer.state.log_history
+                for entry in state.log_history
                 if (length := entry.get("eval_mean_acceptance_length")) is not None
             },
-            "kept": f"step {trainer.state.best_global_step}",
+            "kept": f"step {state.best_global_step}",
             "command": record["command"],
         }
     if earlier is not None:
