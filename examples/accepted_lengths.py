@@ -21,7 +21,7 @@ from hf_specdec.decoding.relaxed import Judge
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.ssd import SSDDrafter
 from hf_specdec.drafters.vocabulary import frequent_token_ids
-from hf_specdec.training.answers import read_answers
+from hf_specdec.training.answer_files import read_answers
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.hub.formats.base import Format, Headers, Reading
-from hf_specdec.hub.formats.keys import HOST, Section
+from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
@@ -133,7 +133,7 @@ register(
             "bigram table",
             "bigram",
             read_published,
-            Section(frozenset(("tokens", "bigram_rank", "base")), HOST),
+            Section(frozenset(("tokens", "bigram_rank", "base")), TRANSFORMERS),
             recognises=lambda config: "bigram_rank" in config,
         ),
     ),

@@ -137,7 +137,7 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int, seed
         stream += [tokenizer.eos_token_id, *encoded]
     rows = len(stream) // length
     ids = torch.tensor(stream[: rows * length]).view(rows, length).tolist()
-    # Labels are given: the host's collator would leave the end-of-text token out of the loss, because it pads with it.
+    # Labels are given: transformers' collator would leave out the end-of-text token, because it pads with it.
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 

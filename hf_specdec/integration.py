@@ -5,9 +5,9 @@ Enabling is idempotent and reversible.
 `generate(assistant_model=drafter)` calls `_assisted_decoding` with expanded rows and prepared processors, stopping
 criteria, streamer and cache. If the assistant is a `Drafter`, our wrapper runs our loop. `_validate_generation_mode` is
 wrapped because it refuses batches of returned sequences and differing vocabularies, which our loop supports. Other
-assistants use the original functions. If trees cannot be verified, the host's own loop runs, and our wrapper of
-`_get_candidate_generator` returns the drafter's generator, which then drafts chains. `decoding/host.py` has what
-`decoding/` uses of the host.
+assistants use the original functions. If trees cannot be verified, transformers' own loop runs, and our wrapper of
+`_get_candidate_generator` returns the drafter's generator, which then drafts chains. `decoding/upstream.py` has what
+`decoding/` uses of transformers.
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to decide whether text must be
 translated between two tokenizers. A `Drafter` drafts the target's own tokens and has no such config, so our wrapper of
@@ -33,10 +33,9 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import HostChains, OneByOne, continuation_refused, other_calls
+from hf_specdec.decoding.chains import AssistedChains, OneByOne, continuation_refused, other_calls
 from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
@@ -47,6 +46,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
+from hf_specdec.decoding.upstream import CACHE, EXPECTED, cache_name, check_signatures, new_cache, sample
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.call_settings import CallSettings, report_unused
 
@@ -59,7 +59,7 @@ def enable() -> None:
     Raises:
         ImportError: the installed transformers has functions with unknown signatures.
     """
-    check_host()
+    check_signatures()
     for name, ours in _WRAPS.items():
         owner, _ = EXPECTED[name]
         function = getattr(owner, name)
@@ -155,12 +155,12 @@ def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(before)
 
 
-def hosts_loop() -> AbstractContextManager[None]:
+def assisted_loop() -> AbstractContextManager[None]:
     """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
-    return _setting(_IN_HOSTS_LOOP, True)
+    return _setting(_IN_ASSISTED_LOOP, True)
 
 
-_IN_HOSTS_LOOP: ContextVar[bool] = ContextVar("in_hosts_loop", default=False)
+_IN_ASSISTED_LOOP: ContextVar[bool] = ContextVar("in_assisted_loop", default=False)
 
 
 def observing(observer: Observer) -> AbstractContextManager[None]:
@@ -192,7 +192,7 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
     ):
         return original(self, *args, **kwargs)
     try:
-        if kwargs.get("cache_implementation") == "paged":  # the host would decode with another function
+        if kwargs.get("cache_implementation") == "paged":  # transformers would decode with another function
             raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
         return original(self, *args, assistant_model=drafter, **kwargs)
     except _CallRefusedError as refusal:
@@ -211,8 +211,8 @@ def _assisted_decoding(
     input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
     assistant_model.check_pairing(self, input_ids)
     try:
-        if _IN_HOSTS_LOOP.get():
-            raise TreesRefusedError("hosts_loop() asks for chains")
+        if _IN_ASSISTED_LOOP.get():
+            raise TreesRefusedError("assisted_loop() asks for chains")
         check_supported(self)
         check_trees(self, padded=padded)
         return _decode_trees(self, assistant_model, *args, **kwargs)
@@ -250,7 +250,7 @@ def _load_assistant_model(
     from hf_specdec.hub.loading import is_drafter, load_drafter  # which import the drafters
 
     ours = False
-    with contextlib.suppress(OSError, ValueError):  # the host says what is wrong with the name
+    with contextlib.suppress(OSError, ValueError):  # transformers says what is wrong with the name
         ours = isinstance(assistant_model, str) and is_drafter(assistant_model)
     if ours:
         assistant_model = load_drafter(assistant_model, model)
@@ -428,7 +428,7 @@ def _relaxed_rule(model: PreTrainedModel, drafter: Drafter) -> Relaxed | None:
 
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs the host's decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
+    """Runs transformers' decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
     warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method, same_bits=True)
     stats.begin(args[0] if args else kwargs["input_ids"])
@@ -449,13 +449,13 @@ def _decode_chains(
     generation_config: GenerationConfig,
     **others: Any,
 ) -> Any:
-    """Runs the host's own loop, with the likeliest path of each tree as a chain.
+    """Runs transformers' own loop, with the likeliest path of each tree as a chain.
 
     Args:
         model: the target.
         drafter: the drafter.
         reason: why trees cannot be verified.
-        run: the host's `_assisted_decoding` of the target.
+        run: transformers' `_assisted_decoding` of the target.
         input_ids: argument of `_assisted_decoding`, as all that follow.
         logits_processor: see there.
         stopping_criteria: see there.
@@ -467,7 +467,7 @@ def _decode_chains(
     if drafter.options.same_bits:
         _warn_of_rounding("transformers' own loop verifies several tokens under one mask")
     target = TargetModel(model, drafter.feature_layers(model))
-    chains = HostChains(
+    chains = AssistedChains(
         target,
         CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, 1, stats)),
         stats,
@@ -484,12 +484,12 @@ def _decode_chains(
         chains.drafts = False
         how = f"nothing is drafted, because {drafter.method!r} needs the ids of the prompt, given as inputs_embeds only"
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
-    generator.host_loop = chains
+    generator.assisted = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
     arguments = others | {CACHE: cache, "assistant_model": generator}
     if others.get("streamer") is not None:
         arguments["streamer"] = OneByOne(others["streamer"])
-    if embeddings is not None:  # the mask has no padding, and would be cut; older hosts cannot read None
+    if embeddings is not None:  # the mask has no padding, and would be cut; older versions cannot read None
         arguments.pop("attention_mask", None)
     if cache.get_seq_length():
         chains.start_after(

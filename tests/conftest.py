@@ -29,17 +29,17 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 @pytest.fixture
 def softmax_in_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager attention in float64 whose softmax is in float64 too: the host asks for float32.
+    """Eager attention in float64 whose softmax is in float64 too: transformers asks for float32.
 
-    There the lowest float64 number, of the host's masks, is -inf, and rows with left padding are NaN throughout: two
+    There the lowest float64 number, of its masks, is -inf, and rows with left padding are NaN throughout: two
     runs that give NaN are equal, whatever is wrong with their masks.
     """
-    hosts = torch.nn.functional.softmax
+    original = torch.nn.functional.softmax
 
     def softmax(
         input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Tensor:
-        return hosts(input, dim, _stacklevel, None if input.dtype == torch.float64 else dtype)
+        return original(input, dim, _stacklevel, None if input.dtype == torch.float64 else dtype)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
 

@@ -227,7 +227,7 @@ def outcome(model_type: str) -> tuple[str, str]:
         return "not built", f"{type(error).__name__}: {error}"
     kinds, reasons = set(), []
     for number, prompt in enumerate(prompts()):
-        if number:  # in float64 the host's eager attention turns padding into NaN
+        if number:  # in float64 transformers' eager attention turns padding into NaN
             model.float()
         arguments: dict[str, Any] = {**prompt, "max_new_tokens": NEW, "do_sample": False, "use_cache": True}
         try:
@@ -239,7 +239,7 @@ def outcome(model_type: str) -> tuple[str, str]:
         if number == 0 and not alone.equal(model.generate(**arguments)):
             return "no plain decoding", "two calls give different tokens"
         for right in (0, 3, [2, 0, 5, 1]):
-            # Beside wrong siblings, and in one chain without them: of a tree the host's loop gets the first path.
+            # Beside wrong siblings, and in one chain without them: of a tree transformers' loop gets the first path.
             drafter = right_for(right, alone, siblings=0 if right == 3 else 2, vocab=VOCAB)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

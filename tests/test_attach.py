@@ -145,7 +145,7 @@ def test_an_error_of_a_call_is_the_one_without_a_drafter(target: PreTrainedModel
     for change in (lambda: None, lambda: attach(target, make_ddtree(target))):
         change()
         for wrong in ({"unknown": 1}, {"max_new_tokens": -1}, {"stop_strings": ["a"]}):
-            with pytest.raises(Exception) as error:  # noqa: PT011 - the host's own error, compared below
+            with pytest.raises(Exception) as error:  # noqa: PT011 - transformers' own error, compared below
                 target.generate(**PROMPT, **wrong)
             said.append((error.type, str(error.value)))
         with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
@@ -267,5 +267,5 @@ def test_a_target_without_trees_decodes_with_chains_and_says_so() -> None:
     target = fresh_target("llama", "sdpa")
     drafter = make_ddtree(target)
     attach(target, drafter)
-    with hf_specdec.integration.hosts_loop(), pytest.warns(UserWarning, match="drafts chains"):
+    with hf_specdec.integration.assisted_loop(), pytest.warns(UserWarning, match="drafts chains"):
         assert drafts(target, drafter)

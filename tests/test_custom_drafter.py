@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, verify_lossless
 from hf_specdec.drafters import registry
 from hf_specdec.training.recipe import RECIPES
-from tests.decoding.test_hosts_loop import gpt_neo
+from tests.decoding.test_assisted_loop import gpt_neo
 from tests.targets import PROMPTS, make_target
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_drafter.py"

@@ -79,7 +79,7 @@ def test_static_cache_object_is_refused(target: PreTrainedModel) -> None:
     assert_refused(target, r"past_key_values is a StaticCache .*Pass a DynamicCache", past_key_values=cache)
 
 
-def test_an_offloaded_cache_object_is_left_to_the_hosts_loop(target: PreTrainedModel) -> None:
+def test_an_offloaded_cache_object_is_left_to_the_assisted_loop(target: PreTrainedModel) -> None:
     cache = DynamicCache(config=target.config, offloading=False)
     cache.offloading = True
     cache.only_non_sliding, cache.prefetch_stream = False, None

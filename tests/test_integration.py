@@ -18,8 +18,8 @@ from transformers.generation import GenerationMixin
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.decoding.exchange import Committed
-from hf_specdec.decoding.host import EXPECTED
 from hf_specdec.decoding.observers import Observer
+from hf_specdec.decoding.upstream import EXPECTED
 from tests.methods import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -45,7 +45,7 @@ def test_enabling_twice_wraps_once() -> None:
     assert not any(hasattr(function._hf_specdec_original, "_hf_specdec_original") for function in before)
 
 
-def test_disabling_restores_the_hosts_functions() -> None:
+def test_disabling_restores_transformers_functions() -> None:
     hf_specdec.disable()
     for function in functions():
         assert function.__module__ in ("transformers.generation.utils", "transformers.pipelines.base")
@@ -124,7 +124,7 @@ def test_a_pipeline_leaves_other_names_to_the_host(tmp_path: Path) -> None:
     said = []
     for switch in (hf_specdec.disable, hf_specdec.enable):
         switch()
-        with pytest.raises(Exception) as error:  # noqa: PT011 - the host's own error, compared below
+        with pytest.raises(Exception) as error:  # noqa: PT011 - transformers' own error, compared below
             pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model="./absent")
         said.append((error.type, str(error.value)))
     assert said[0] == said[1]
@@ -171,19 +171,19 @@ def test_other_generation_modes_are_unchanged(mode: str, do_sample: bool) -> Non
         try:
             output = target.generate(**prompts, max_new_tokens=12, do_sample=do_sample, **STOCK[mode](target))
             outputs.append(output.tolist())
-        except Exception as error:  # the host's error must be the same with us
+        except Exception as error:  # transformers' error must be the same with us
             outputs.append(f"{type(error).__name__}: {error}")
     assert outputs[0] == outputs[1] == outputs[2]
     assert isinstance(outputs[0], list) or mode == "early exit"
 
 
 def test_multi_token_prediction_is_unchanged() -> None:
-    # No tiny checkpoint has such layers; the host's error for a target without them shows that its own code ran.
+    # No tiny checkpoint has such layers; transformers' error for a target without them shows that its own code ran.
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     said = []
     for switch in (hf_specdec.disable, hf_specdec.enable):
         switch()
-        with pytest.raises(Exception) as error:  # noqa: PT011 - the host's own error, compared below
+        with pytest.raises(Exception) as error:  # noqa: PT011 - transformers' own error, compared below
             target.generate(**prompts, **GREEDY, use_mtp=True)
         said.append((error.type, str(error.value)))
     assert said[0] == said[1]
@@ -205,7 +205,7 @@ def test_a_drafter_works_again_after_disable_and_enable() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter = make_ddtree(target)
     hf_specdec.disable()
-    with pytest.raises(Exception):  # noqa: B017, PT011 - an error of the host
+    with pytest.raises(Exception):  # noqa: B017, PT011 - an error of transformers
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
     hf_specdec.enable()
     alone = target.generate(**prompts, **GREEDY)
@@ -337,7 +337,7 @@ class CommitObserver(Observer):
 
 
 @pytest.mark.filterwarnings("ignore:.*the output is not affected")
-@pytest.mark.parametrize("loop", [nullcontext, integration.hosts_loop])
+@pytest.mark.parametrize("loop", [nullcontext, integration.assisted_loop])
 def test_an_observer_is_given_the_committed_tokens_in_both_loops(
     loop: Callable[[], AbstractContextManager[None]],
 ) -> None:

@@ -349,7 +349,7 @@ def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*the output is not affected")
-def test_chains_in_the_hosts_loop_are_verified_too() -> None:
+def test_chains_in_the_assisted_loop_are_verified_too() -> None:
     report = verify_lossless(tiny_model("gpt_neo"), NGramDrafter(), [one_prompt()["input_ids"]], max_time_s=5)
     assert report.lossless
     assert report.replays

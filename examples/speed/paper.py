@@ -35,11 +35,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specdec.benchmark.floor import weight_bytes
-from hf_specdec.decoding import devices, graphs
+from hf_specdec.decoding import cuda_graphs, devices
 from hf_specdec.decoding.accept import Acceptor
+from hf_specdec.decoding.cuda_graphs import CompileMode
 from hf_specdec.decoding.devices import Abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext
-from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -64,7 +64,7 @@ class Cost:
 
     Attributes:
         operators: that compute or copy; views are free.
-        launches: of the host: operators outside of captured graphs, and graphs.
+        launches: of the host: operators outside of captured graphs, and cuda_graphs.
         num_bytes: read and written.
         flops: of matrix products and attention.
     """
@@ -164,7 +164,7 @@ class FusedAttention(TorchFunctionMode):
 class GraphOnPaper:
     """A captured forward: its replay is one launch, and runs the operators that it was captured with."""
 
-    def __init__(self, forward: graphs.Forward, pool: Any) -> None:
+    def __init__(self, forward: cuda_graphs.Forward, pool: Any) -> None:
         self.forward, self.pool = forward, pool or object()
         self.outputs = forward()
 
@@ -172,7 +172,7 @@ class GraphOnPaper:
         counter = Counter.current
         counter.in_graph = True
         self.forward()
-        for output in self.outputs:  # copied out of the pool, see `graphs.CudaGraph`
+        for output in self.outputs:  # copied out of the pool, see `cuda_graphs.CudaGraph`
             counter.add(2 * size_of(output))
         counter.in_graph = False
         counter.cost += Cost(launches=1)
@@ -206,8 +206,8 @@ def round_on_paper(
     as_cuda: Callable[[torch.device], Abilities] = lambda device: Abilities(folds_heads=folds_heads, works_ahead=True)  # noqa: E731
     with (
         patch.dict(devices.RULES, meta=as_cuda),
-        patch.object(graphs, "make_graph", GraphOnPaper),
-        patch.object(graphs, "obstacle", lambda model, device: None),  # there is no autocast for meta tensors
+        patch.object(cuda_graphs, "make_graph", GraphOnPaper),
+        patch.object(cuda_graphs, "obstacle", lambda model, device: None),  # there is no autocast for meta tensors
         torch.no_grad(),
         FusedAttention(),
     ):
@@ -296,7 +296,7 @@ def by_part(model: PreTrainedModel, context: int, nodes: int) -> str:
 
 
 def of_attention(model: PreTrainedModel, contexts: Sequence[int], nodes: int) -> str:
-    """Bytes by context: keys and values once; of verify with the host's attention on CUDA, which copies, and ours."""
+    """Bytes by context: keys and values once; of verify with the attention of transformers, which copies, and ours."""
     config = model.config
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     rows = []

@@ -4,8 +4,8 @@
 process, `aurora_trainer.py`.
 """
 
+from hf_specdec.adaptation.adaptive_drafter import AdaptationStats, AdaptiveDrafter
 from hf_specdec.adaptation.aurora import AuroraDrafter
-from hf_specdec.adaptation.drafter import AdaptationStats, AdaptiveDrafter
 from hf_specdec.adaptation.policy import AlwaysUpdate, CostAwareBandit, FailSafe
 
 __all__ = [

@@ -14,7 +14,7 @@ reads the verdict; after weights that were refused it goes back to the last ones
 The output is still the target's: weights change the drafted tokens, never the accepted ones. Experimental: names and
 defaults may change without notice.
 Source: When RL Meets Adaptive Speculative Training, arXiv 2602.06932. `aurora_trainer.py` is the other process,
-`learning_drafter.py` has what is shared with `AdaptiveDrafter`, which learns in the process that serves.
+`base.py` has what is shared with `AdaptiveDrafter`, which learns in the process that serves.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.adaptation.base import LearningDrafter, recipe_for
 from hf_specdec.adaptation.learner import batch_of, copy_weights
-from hf_specdec.adaptation.learning_drafter import LearningDrafter, recipe_for
 from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.adaptation.recording import RefusalRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.adaptation.aurora import MAX_POSITIONS, RoundsFolder
+from hf_specdec.adaptation.base import recipe_for
 from hf_specdec.adaptation.learner import batch_of, copy_weights, gradient_step, new_optimizer, weights_of
-from hf_specdec.adaptation.learning_drafter import recipe_for
 from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 

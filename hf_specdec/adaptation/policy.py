@@ -1,7 +1,7 @@
 """Policies that decide when to update a serving drafter, and which part of it.
 
 Python over numbers, without tensors and clocks, so that every rule is tested with sequences computed by hand. A query
-is one `generate` call. Its signal (Eq. 8) is computed in `drafter.py`; updates are made in `learner.py`.
+is one `generate` call. Its signal (Eq. 8) is computed in `adaptive_drafter.py`; updates are made in `learner.py`.
 Source: SpecBlock, Section 3.4, Appendix A.3 and Algorithm 1; `AlwaysUpdate` is its baseline, Online Speculative
 Decoding (Appendix A.4).
 """

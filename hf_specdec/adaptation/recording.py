@@ -2,8 +2,8 @@
 
 `TextRecorder` wraps a drafter's candidate generator. The target's last hidden state, which training needs, is read as
 an additional tapped layer and removed before the drafter gets the features; nothing is computed twice. `QueryRecorder`
-adds the positions, from SpecBlock, Section 3.4, for `drafter.py`, and `RefusalRecorder` the refused drafts, for
-`aurora.py`.
+adds the positions, from SpecBlock, Section 3.4, for `adaptive_drafter.py`, and `RefusalRecorder` the refused drafts,
+for `aurora.py`.
 """
 
 from __future__ import annotations

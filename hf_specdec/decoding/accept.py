@@ -10,7 +10,7 @@ draft (`coupled_choices`) instead of drawn independently. Drafts are then accept
 On a device, known processors are applied to all nodes at once if possible (`at_nodes.py`), and `follow` finds the
 path. In host memory `_follow_on_host` finds a greedy path; a sampled one is found step by step, since there processors
 and noise take time at each node. So are paths under other processors that read the prefix. Code of the user
-(`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
+(`user_code.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
 Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling Leviathan et al., arXiv 2211.17192,
 Section 2.3.
 """
@@ -30,8 +30,8 @@ from hf_specdec.decoding.noise import PositionNoise, draw
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
+from hf_specdec.decoding.user_code import PREFIX_FREE
 
 # The choice at a node whose processed logits are no distribution: NaN, an infinite logit, or no possible token. Such a
 # node is not accepted; the call raises where it is a root, which is where plain sampling raises.
@@ -178,7 +178,7 @@ class Acceptor:
     """The acceptance rule of one `generate` call.
 
     A node with NaN logits is not accepted. Its token may be chosen as bonus token, and is then the root of the next
-    round. NaN at a root may come from drafted nodes, or from cache entries that the host's own cache would have
+    round. NaN at a root may come from drafted nodes, or from cache entries that transformers' own cache would have
     dropped: additive masks do not stop NaN, because 0 * NaN is NaN. Such a row keeps nothing. The loop zeros these
     entries and verifies the row again without drafts (`DraftTree.without_drafts`); then NaN at the root is accepted.
 

@@ -1,7 +1,7 @@
 """Known processors that read the text, for all nodes of a tree at once: what a node's prefix is, the tree tells.
 
-On a device they need no step of the host per accepted token. The host's own classes compute the scores. There are two
-kinds: a repetition penalty depends on which tokens occur, so all nodes of a row can have ids of one length; a least
+On a device they need no step of the host per accepted token. transformers' own classes compute the scores. There are
+two kinds: a repetition penalty depends on which tokens occur, so all nodes of a row can have ids of one length; a least
 length changes scores only below it.
 """
 
@@ -17,8 +17,8 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.user_code import PREFIX_FREE
 
 
 def works_at_nodes(processor: LogitsProcessor) -> bool:

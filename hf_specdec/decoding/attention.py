@@ -1,12 +1,12 @@
-"""Attention for the nodes of a draft tree, registered with the host's `AttentionInterface`, used during verification.
+"""Attention for the nodes of a draft tree, registered with `AttentionInterface` of transformers, for verification.
 
 `attend` serves drafters too.
 
-If there is a mask and several queries, the host's sdpa copies keys and values for every query head. On a CPU, torch's
-kernel supports grouped heads together with a mask and, in float32, gives bitwise the same result, so that no copies are
-needed. On CUDA that depends on kernel and version, and in bfloat16 the CPU's kernel is slow with few queries: there the
-query heads of a group become further queries of its key head (`_fold_heads`), which every kernel supports. On other
-devices targets use the host's attention.
+If there is a mask and several queries, transformers' sdpa copies keys and values for every query head. On a CPU,
+torch's kernel supports grouped heads together with a mask and, in float32, gives bitwise the same result, so that no
+copies are needed. On CUDA that depends on kernel and version, and in bfloat16 the CPU's kernel is slow with few
+queries: there the query heads of a group become further queries of its key head (`_fold_heads`), which every kernel
+supports. On other devices targets use transformers' attention.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.host import attention_of, cache_layers, looks_attention_up, set_attention
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
+from hf_specdec.decoding.upstream import attention_of, cache_layers, looks_attention_up, set_attention
 
 TREE_ATTENTION = "hf_specdec_tree"
 # Dtypes in which a CPU takes up to 5 times as long for grouped heads as for as many further queries of one head.
@@ -33,12 +33,12 @@ _SLOW_GROUPS = (torch.bfloat16, torch.float16)
 
 
 def usable(model: PreTrainedModel) -> bool:
-    """Whether a target's trees are verified with this attention; otherwise with the host's own.
+    """Whether a target's trees are verified with this attention; otherwise with transformers' own.
 
     The conditions are known before the first token: it is faster on the device; the target uses sdpa (a target with
     eager attention keeps it: the user chose its arithmetic, and only eager has soft caps and sinks); the target looks
-    its attention up in the host's interface; all its layers share one config, which the look-up reads; and no layer has
-    an indexer, because indexers accept only known names of attention implementations.
+    its attention up in transformers' interface; all its layers share one config, which the look-up reads; and no layer
+    has an indexer, because indexers accept only known names of attention implementations.
     """
     config, device = model.config.get_text_config(decoder=True), abilities(model.device)
     return (
@@ -111,17 +111,17 @@ def tree_attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that the host calls in each layer.
+    """The attention function that transformers calls in each layer.
 
     Args:
         module: the attention layer.
         query: [batch, heads, nodes, head_dim].
         key: [batch, kv_heads, entries, head_dim].
         value: [batch, kv_heads, entries, value_dim].
-        attention_mask: additive [batch, 1, nodes, entries]; for anything else the host's sdpa runs.
-        dropout: from the host; if not 0, the host's sdpa runs.
+        attention_mask: additive [batch, 1, nodes, entries]; for anything else transformers' sdpa runs.
+        dropout: from transformers; if not 0, transformers' sdpa runs.
         scaling: of the scores; head_dim ** -0.5 if omitted.
-        kwargs: other arguments of the host.
+        kwargs: other arguments of transformers.
 
     Returns:
         [batch, nodes, heads, value_dim], and None in place of attention weights.
@@ -209,7 +209,7 @@ def attend_alone(
         key: [batch, kv_heads, entries, head_dim].
         value: [batch, kv_heads, entries, value_dim].
         nodes: of this forward.
-        settings: other arguments of the host.
+        settings: other arguments of transformers.
 
     Returns:
         [batch, nodes, heads, value_dim].

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, LinearAttentionLayer
 
-from hf_specdec.decoding.graphs import Workspace
-from hf_specdec.decoding.host import DummyLayer
+from hf_specdec.decoding.cuda_graphs import Workspace
 from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer, Extent
 from hf_specdec.decoding.layers.kinds import KINDS, own_layer
 from hf_specdec.decoding.layers.recurrent import Recurrent
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import TreesRefusedError
 from hf_specdec.decoding.tree import from_host
+from hf_specdec.decoding.upstream import DummyLayer
 
 
 class TreeCache(Cache):
@@ -30,7 +30,7 @@ class TreeCache(Cache):
 
     Args:
         num_layers: of the model that will write here.
-        like: layers of a cache that the host has made for the model; they select the kinds of our layers. Attention
+        like: layers of a cache that transformers has made for the model; they select the kinds of our layers. Attention
             layers if omitted.
 
     Attributes:
@@ -128,7 +128,7 @@ class TreeCache(Cache):
 
         Args:
             capacity: entries that a row has room for; grows if needed.
-            contiguous: layers get contiguous copies of their entries, as from the host's cache, instead of views.
+            contiguous: layers get contiguous copies of their entries, as from transformers' cache, instead of views.
         """
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()

@@ -1,7 +1,7 @@
-"""HostChains: a candidate generator in the host's own assisted loop, which verifies one chain per round, batch 1.
+"""AssistedChains: a candidate generator in the assisted loop of transformers, which verifies one chain per round.
 
-For targets that cannot verify trees. The drafter runs as in our loop; the likeliest path of each tree is passed to the
-host, which verifies it and manages its own cache.
+For targets that cannot verify trees, in batches of one row. The drafter runs as in our loop; the likeliest path of
+each tree is passed to transformers, which verifies it and manages its own cache.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
-from hf_specdec.decoding.stateless import late_criteria, user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, pick
+from hf_specdec.decoding.upstream import CACHE
+from hf_specdec.decoding.user_code import late_criteria, user_code
 
 
 def best_path(tree: DraftTree) -> list[int]:
@@ -44,7 +44,7 @@ def best_path(tree: DraftTree) -> list[int]:
 
 
 def other_calls(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> str | None:
-    """Why the host's loop would not decode as plain decoding does with these objects; None if it would.
+    """Why transformers' loop would not decode as plain decoding does with these objects; None if it would.
 
     It calls criteria only at the end of a round, and processors for drafts that are refused, too.
     """
@@ -58,7 +58,7 @@ def other_calls(logits_processor: LogitsProcessorList, stopping_criteria: Stoppi
 
 
 class OneByOne(BaseStreamer):
-    """Passes tokens on as plain decoding does, one per call; the host's loop passes all tokens of a round at once."""
+    """Passes tokens on one per call, as plain decoding does; transformers' loop passes those of a round at once."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self.streamer = streamer
@@ -73,7 +73,7 @@ class OneByOne(BaseStreamer):
 
 
 def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
-    """Why the host's loop cannot continue the cache that its caller has passed; None if it can, or there is none.
+    """Why transformers' loop cannot continue the cache that its caller has passed; None if it can, or there is none.
 
     Args:
         input_ids: [1, seq] int64.
@@ -101,11 +101,11 @@ def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | 
     return None
 
 
-class HostChains:
-    """The state of one call of the host's loop.
+class AssistedChains:
+    """The state of one call of transformers' loop.
 
     Args:
-        target: of the call; its taps are active while the host's loop runs.
+        target: of the call; its taps are active while transformers' loop runs.
         policy: decides how much is drafted.
         stats: filled while the call runs.
         logits_processor: of the call.
@@ -140,15 +140,15 @@ class HostChains:
         self.padding = 0  # tokens before the prompt; less than 0 for a prompt of embeddings without ids
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.text: list[int] = []  # all tokens so far
-        self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
+        self.path: list[int] = []  # the nodes of `tree` that transformers verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
         self.started, self.drafts = False, True
-        self.first_inputs: dict[str, Any] = {}  # override those that the host prepares for the prompt
+        self.first_inputs: dict[str, Any] = {}  # override those that transformers prepares for the prompt
 
     def start_after(self, cache: Cache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         """Lets the first forward run only the tokens that a cache of the caller lacks, as in plain decoding.
 
-        The host's assisted loop would run the whole prompt again. Call it before that loop.
+        transformers' assisted loop would run the whole prompt again. Call it before that loop.
 
         Args:
             cache: of the caller, not empty.
@@ -204,7 +204,7 @@ class HostChains:
         return torch.cat([input_ids, drafted], dim=1), draft_logits
 
     def _verifiable(self, tree: DraftTree, most: int) -> list[int]:
-        """The path, cut before an end-of-text token and to `most` drafts: the host may accept tokens after the end."""
+        """The path, cut before an end-of-text token and to `most` drafts: transformers may accept tokens after it."""
         path = best_path(tree)[: 1 + max(0, most)]
         for index, token in enumerate(tree.token_ids[0, path].tolist()):
             if index and token in self.eos_ids:
@@ -245,7 +245,7 @@ class HostChains:
     def _observe_round(
         self, generator: TreeCandidateGenerator, input_ids: Tensor, outputs: Any, num_matches: int
     ) -> None:
-        """Reports to the drafter which nodes of its path the host has accepted."""
+        """Reports to the drafter which nodes of its path transformers has accepted."""
         count, length = num_matches + 1, input_ids.shape[1]
         assert self.tree is not None
         path = torch.tensor([self.path[:count]], device=self.tree.token_ids.device)

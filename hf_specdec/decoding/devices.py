@@ -2,7 +2,7 @@
 
 Code that chooses between variants with the same tokens calls `abilities`. In `decoding/`, device names are compared
 only where CUDA's own events, streams and properties are used. Device types without a rule get a safe default: float64
-only if a test succeeds, the host's own attention, no asynchronous work.
+only if a test succeeds, transformers' own attention, no asynchronous work.
 """
 
 from __future__ import annotations

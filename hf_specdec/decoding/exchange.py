@@ -12,9 +12,9 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.state import Counts, RoundState
-from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
+from hf_specdec.decoding.user_code import PREFIX_FREE
 
 
 @dataclass(frozen=True)

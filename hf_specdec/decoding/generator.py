@@ -4,7 +4,7 @@ A drafter makes one generator per `generate` call; the generator owns all drafti
 loop calls `draft(context)` for a tree, `verify` to run the target on it, and `observe(committed)` to report what was
 committed. The prefill is reported in the same form: the prompt is what it committed.
 
-Generators are also `CandidateGenerator`s of transformers (the host): in the host's own loop they draft chains
+Generators are also `CandidateGenerator`s of transformers: in transformers' own loop they draft chains
 (`chains.py`). What loop and generator pass to each other is in `exchange.py`.
 """
 
@@ -25,7 +25,7 @@ from hf_specdec.decoding.tree import DraftTree
 
 
 class HostLoop(Protocol):
-    """A generator's state in the host's own loop."""
+    """A generator's state in transformers' own loop."""
 
     def candidates(
         self, generator: Any, input_ids: Tensor, model_kwargs: dict[str, Any], outputs: Any, num_matches: int
@@ -45,15 +45,15 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
             loop may then call it before the host has read the last verdict; `sequences`, `lengths` and `active` of the
             context are then one or two rounds old.
         reads_cache: whether it drafts from the target's own cache.
-        host_loop: its state in the host's own loop; None in ours.
+        assisted: its state in transformers' own loop; None in ours.
     """
 
     drops_rows: bool = False
     drafts_early: bool = False
     reads_cache: bool = False
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (the host only reads it; features come from taps)
-    host_loop: HostLoop | None = None
+    model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (transformers only reads it; features come from taps)
+    assisted: HostLoop | None = None
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
@@ -97,28 +97,28 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
         n_last_matches: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Called by the host's loop: the text so far and the best path of the next tree.
+        """Called by transformers' loop: the text so far and the best path of the next tree.
 
         Args:
             input_ids: [1, length] int64, the text so far.
-            model_kwargs: of the host's call.
+            model_kwargs: of transformers' call.
             model_outputs: of its last forward.
             is_first_iteration: whether nothing has been run yet.
             n_last_matches: drafted tokens that the last round kept.
-            kwargs: reserved for later versions of the host.
+            kwargs: reserved for later versions of transformers.
 
         Returns:
             [1, length + drafted] int64, and the logits [1, drafted, vocab] of the draft distributions if the path was
             sampled.
         """
-        if self.host_loop is None:
+        if self.assisted is None:
             raise RuntimeError(
                 f"{type(self).__name__}.get_candidates needs the target of the call, which is known only in calls "
                 "of model.generate(assistant_model=drafter). Pass the drafter to generate."
             )
-        return self.host_loop.candidates(self, input_ids, model_kwargs or {}, model_outputs, n_last_matches)
+        return self.assisted.candidates(self, input_ids, model_kwargs or {}, model_outputs, n_last_matches)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Called by the host's loop: passes the number of kept drafted tokens to policy and statistics."""
-        if self.host_loop is not None:
-            self.host_loop.note(num_matches)
+        """Called by transformers' loop: passes the number of kept drafted tokens to policy and statistics."""
+        if self.assisted is not None:
+            self.assisted.note(num_matches)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import host
+from hf_specdec.decoding import upstream
 from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
@@ -30,11 +30,11 @@ from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts, RoundState
-from hf_specdec.decoding.stateless import user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.user_code import user_code
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,15 @@ class SpeculativeDecoding:
         self.started = time.perf_counter()
         stats.begin(input_ids)
         cache = model_kwargs.get(target.cache_name)
-        self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
+        self.returns_cache = generation_config.return_dict_in_generate or (
+            cache is not None and upstream.is_callers(cache)
+        )
         lockstep = bool(user_code(logits_processor, stopping_criteria))
         if self.returns_cache and keeps_states(target.model) and len(input_ids) > 1:
             # States cannot be cut back, and without an end of text, rows that have stopped continue.
             lockstep = lockstep or not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.sequences = Sequences(
-            input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer, lockstep=lockstep
+            input_ids, stopping_criteria, upstream.pad_token_id(generation_config), streamer, lockstep=lockstep
         )
         self.records, self.policy = records, policy
         self.observers = (stats, records, policy, *observers)

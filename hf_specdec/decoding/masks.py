@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_specdec.decoding.host import cache_layers
+from hf_specdec.decoding.upstream import cache_layers
 
 SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 

@@ -66,7 +66,7 @@ class TokenRecords(Observer):
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
         self._attentions: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
         self._hidden_states: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
-        # The prefill's outputs cover the whole prompt and are stored as the host returned them.
+        # The prefill's outputs cover the whole prompt and are stored as transformers returned them.
         self._prefill_attentions: tuple[Tensor, ...] | None = None
         self._prefill_hidden_states: tuple[Tensor, ...] | None = None
 
@@ -117,7 +117,7 @@ class TokenRecords(Observer):
                 self._logits[row] += list(step.output.logits[row, step.verdict.path[row, :count]].split(1))
 
     def _within_windows(self, attentions: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Without the entries that a sliding layer of the host's cache has dropped before the prefill's last chunk."""
+        """Without the entries that a sliding layer of transformers has dropped before the prefill's last chunk."""
         return tuple(
             layer[..., -(self._windows[index] - 1 + layer.shape[-2]) :] if index in self._windows else layer
             for index, layer in enumerate(attentions)

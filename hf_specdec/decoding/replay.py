@@ -1,8 +1,8 @@
-"""Chains on caches that cannot be cropped, in the host's own loop: snapshot, then replay.
+"""Chains on caches that cannot be cropped, in transformers' own loop: snapshot, then replay.
 
-The cache is copied before each forward. When the host crops the cache by the rejected tokens, the copy is restored and
-the accepted tokens run again. This takes one more forward for every round with a rejected token. It is exact if several
-tokens in one forward are exact (`trial.py`).
+The cache is copied before each forward. When transformers crops the cache by the rejected tokens, the copy is restored
+and the accepted tokens run again. This takes one more forward for every round with a rejected token. It is exact if
+several tokens in one forward are exact (`trial.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_specdec.decoding.host import CACHE
+from hf_specdec.decoding.upstream import CACHE
 
 # Arguments of a forward with one column per token of the text, or per token of the forward.
 _BY_TOKEN = ("attention_mask", "input_ids", "position_ids", "token_type_ids")
@@ -34,7 +34,7 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
             before, last = _copied(cache), kwargs
 
     def crop(tokens: int) -> None:
-        """Like the host's: `tokens` is minus the number of tokens to drop."""
+        """Like transformers': `tokens` is minus the number of tokens to drop."""
         if not tokens:
             return
         vars(cache).update(before)
@@ -42,7 +42,7 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
             name: value[..., :tokens] if name in _BY_TOKEN and isinstance(value, Tensor) else value
             for name, value in last.items()
         }
-        model.forward(**kept)  # bypasses the hook: only the host's own forwards are recorded
+        model.forward(**kept)  # bypasses the hook: only transformers' own forwards are recorded
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     own = {"crop": crop, "activate_past_recording": lambda: None}
@@ -57,7 +57,7 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 
 @contextmanager
 def recording(cache: Cache) -> Iterator[None]:
-    """In this context, the host's loop may let layers record their past; later calls find them as they were before."""
+    """In this context transformers' loop may make layers record their past; afterwards they are as before."""
     before = [getattr(layer, "record_past", None) for layer in cache.layers]
     try:
         yield

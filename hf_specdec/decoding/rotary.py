@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies depend on the length of the text: rope types "longrope" and "dynamic".
 
-The host chooses the frequencies of a forward by its largest position. Plain decoding runs one position at a time, a
+transformers chooses the frequencies of a forward by its largest position. Plain decoding runs one position at a time, a
 tree several: a node beyond the position where frequencies change would change them for the nodes before it too. So a
 round ends at that position and the next one continues after it (`TargetModel.within_reach`).
 """

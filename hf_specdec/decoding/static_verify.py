@@ -1,8 +1,8 @@
 """`static_verify`: a target's verify forward with the same shapes and addresses in every round.
 
-It does what `TargetModel.verify` does, in a form that `graphs.py` can capture: the tree is padded to a bucket of nodes,
-the prefix to a bucket of entries, and the values of a round are written into the same tensors. The captured forward
-computes the masks, from row lengths on the device.
+It does what `TargetModel.verify` does, in a form that `cuda_graphs.py` can capture: the tree is padded to a bucket of
+nodes, the prefix to a bucket of entries, and the values of a round are written into the same tensors. The captured
+forward computes the masks, from row lengths on the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.graphs import DRAFT_SIZES, Workspace, nodes_bucket, prefix_bucket, write_tree
+from hf_specdec.decoding.cuda_graphs import DRAFT_SIZES, Workspace, nodes_bucket, prefix_bucket, write_tree
 from hf_specdec.decoding.masks import node_mask
 from hf_specdec.decoding.tree import DraftTree
 

@@ -7,7 +7,7 @@ import functools
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_specdec.decoding import host
+from hf_specdec.decoding import upstream
 from hf_specdec.decoding.attention import own_implementation
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.kinds import KINDS
@@ -17,24 +17,24 @@ ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class TreesRefusedError(ValueError):
-    """Draft trees cannot be verified, for the reason in the message. The host's loop decodes, with chains if it can."""
+    """Draft trees cannot be verified; the message says why. transformers' loop decodes, with chains if it can."""
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """Checks that `model` can verify trees.
 
     Raises:
-        TreesRefusedError: it cannot; the host's loop decodes, with chains if it can verify them.
+        TreesRefusedError: it cannot; transformers' loop decodes, with chains if it can verify them.
         ValueError: it is not decoder-only.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
-    if not host.takes_dynamic_cache(model) or (host.is_recurrent(model) and not keeps_states(model)):
+    if not upstream.takes_dynamic_cache(model) or (upstream.is_recurrent(model) and not keeps_states(model)):
         raise TreesRefusedError(f"Target {name} stores its keys, values or states outside transformers' DynamicCache")
     types = sorted(set(getattr(config, "layer_types", None) or ()))
-    unknown = sorted({type(layer).__name__ for layer in host.cache_layers(model) if type(layer) not in KINDS})
+    unknown = sorted({type(layer).__name__ for layer in upstream.cache_layers(model) if type(layer) not in KINDS})
     if unknown:
         raise TreesRefusedError(f"Target {name} has layers of type {types} with unsupported cache layers: {unknown}")
     if getattr(config, "keep_window_size", None):
@@ -53,7 +53,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"mask of a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
         )
     counted = types == ["linear_attention"] or standins.counts_entries(model)
-    if not host.takes_positions(model) and not counted:
+    if not upstream.takes_positions(model) and not counted:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so the nodes of a draft tree cannot get their positions"
         )
@@ -62,20 +62,20 @@ def check_supported(model: PreTrainedModel) -> None:
 @once_per_model
 def keeps_states(model: PreTrainedModel) -> bool:
     """Whether layers of a target keep states of a recurrence or convolution, which cannot be cropped."""
-    return any(isinstance(layer, LinearAttentionLayer) for layer in host.cache_layers(model))
+    return any(isinstance(layer, LinearAttentionLayer) for layer in upstream.cache_layers(model))
 
 
 @once_per_model
 def can_be_cut_back(model: PreTrainedModel) -> bool:
-    """Whether the host can crop a target's cache; otherwise accepted tokens must run again."""
-    known = host.takes_dynamic_cache(model) and not host.is_recurrent(model) and not keeps_states(model)
-    return known and all(type(layer) in KINDS for layer in host.cache_layers(model))
+    """Whether transformers can crop a target's cache; otherwise accepted tokens must run again."""
+    known = upstream.takes_dynamic_cache(model) and not upstream.is_recurrent(model) and not keeps_states(model)
+    return known and all(type(layer) in KINDS for layer in upstream.cache_layers(model))
 
 
 def chains_refused(model: PreTrainedModel, max_length: int) -> str | None:
-    """Why the host's own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
-    if host.cache_name(model) != host.CACHE:
-        return f"that loop does not support caches in the argument {host.cache_name(model)}"
+    """Why transformers' own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
+    if upstream.cache_name(model) != upstream.CACHE:
+        return f"that loop does not support caches in the argument {upstream.cache_name(model)}"
     kept = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if kept is not None and max_length > kept:
         return f"texts of up to {max_length} tokens exceed keep_window_size={kept}: drafted keys would replace others"

@@ -1,6 +1,6 @@
 """TargetModel: the target's interface for the loop: one prefill, then one forward per draft tree.
 
-It makes masks in the form that the host model needs (one tensor, or one per layer type) and reads hidden states. The
+It makes masks in the form that the model needs (one tensor, or one per layer type) and reads hidden states. The
 model itself is not changed: taps are forward hooks that exist during one `generate` call, and our attention function is
 set in the config only during a forward. `tree.py` defines trees; `cache.py` stores what layers need.
 """
@@ -21,21 +21,21 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specdec.decoding import host
+from hf_specdec.decoding import upstream
 from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.cuda_graphs import CompileMode, Workspace, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.devices import inference_on_cpu
-from hf_specdec.decoding.graphs import CompileMode, Workspace, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
 from hf_specdec.decoding.layers.stepped import STEPPED, stepping
 from hf_specdec.decoding.masks import node_mask, ranges_of, whole_prefix_mask
 from hf_specdec.decoding.modules import runs_in_inference_mode
-from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.same_bits import most_rows
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import capacity_for, static_verify
+from hf_specdec.decoding.step_arguments import NextStep, check_attended, next_step
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -101,7 +101,7 @@ class CommittedEntries:
 
 
 class TargetModel:
-    """A host model in one `generate` call.
+    """A model of transformers in one `generate` call.
 
     Args:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
@@ -143,15 +143,15 @@ class TargetModel:
         self.bound_rows = bound_rows(model)
         self.ranges = ranges_of(model)
         self.steps_on_nodes = standins.counts_entries(model)
-        self.cache_name = host.cache_name(model)
-        self.takes_positions = host.takes_positions(model)
+        self.cache_name = upstream.cache_name(model)
+        self.takes_positions = upstream.takes_positions(model)
         self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.ranges]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
         self.num_layers: int = self.config.num_hidden_layers  # attributes of a config are slow to read
         # A family's own attention code may need contiguous keys; a product over several rows copies them anyway.
-        self.copies_entries = host.has_own_attention(model)
+        self.copies_entries = upstream.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
         self.same_bits, self.most_rows = same_bits, most_rows(model) if same_bits else 0
         self.runs_in_inference_mode = runs_in_inference_mode(model)
@@ -286,7 +286,7 @@ class TargetModel:
         if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.has_dummies:
             # With an integer, Gemma 4 also cuts the states that enter layers which share keys and values.
             arguments["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
-        outputs = host.prefill(self.model, input_ids, generation_config, arguments)
+        outputs = upstream.prefill(self.model, input_ids, generation_config, arguments)
         features = self.read_taps()  # before `next_step`, which may run the model for a trial
         returned = getattr(outputs, self.cache_name, None)
         if returned is None:
@@ -328,7 +328,7 @@ class TargetModel:
         return self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
 
     def _new_cache(self) -> TreeCache:
-        return TreeCache(self.num_layers, host.cache_layers(self.model))
+        return TreeCache(self.num_layers, upstream.cache_layers(self.model))
 
     def set_prompt_mask(self, mask: Tensor) -> None:
         """Sets which prompt entries are visible, [batch, entries] bool, and the first entry of each row's prompt."""
@@ -459,7 +459,7 @@ class TargetModel:
                 )
 
     def renew_at_rotary_limit(self, ids: Tensor, lengths: Sequence[int]) -> None:
-        """Recomputes the cache where the host does: Phi3 does so when a text grows past its rotary limit.
+        """Recomputes the cache where transformers does: Phi3 does so when a text grows past its rotary limit.
 
         Only for a batch of one without padding, whose root is the first token after the limit.
 
@@ -501,7 +501,7 @@ class TargetModel:
             logits: False if only the cache is needed; then there may be logits of fewer nodes.
         """
         nodes, padding = tree.num_nodes - first, 0
-        if nodes == 1 and self.cache.keeps_states:  # for a single token, the host's own code would change the states
+        if nodes == 1 and self.cache.keeps_states:  # for a single token, transformers' own code would change the states
             tree, padding = tree.with_padding(1), 1
         self.cache.reserve(tree.num_nodes)
         self.num_forwards += 1
@@ -518,7 +518,7 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
-        if not logits and host.takes_logits_to_keep(self.model):
+        if not logits and upstream.takes_logits_to_keep(self.model):
             extra["logits_to_keep"] = 1
         if self.takes_positions:
             extra["position_ids"] = self.step.on_axes(position_ids)
@@ -583,7 +583,7 @@ class TargetModel:
         }
 
     def masks_for_host(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
-        """Converts masks by the keys of `ranges` to the form of the host."""
+        """Converts masks by the keys of `ranges` to the form of transformers."""
         if not masks:  # no layer has attention
             return None
         if "all" in masks:

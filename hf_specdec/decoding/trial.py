@@ -1,8 +1,8 @@
-"""A trial of a target, once per model: compares draft trees, and chains, with the host's own plain decoding.
+"""A trial of a target, once per model: compares draft trees, and chains, with transformers' own plain decoding.
 
 How a family counts positions, stores states and masks attention is derived from its modules, not from its name. For
 targets with more than standard attention, a trial checks the result before the first token. The reference is a run of
-the host's decoding on forced tokens, with the arguments that the host passes, not those that rounds would pass.
+transformers' decoding on forced tokens, with the arguments that transformers passes, not those that rounds would pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
-from hf_specdec.decoding import host, same_bits
+from hf_specdec.decoding import same_bits, upstream
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
@@ -47,14 +47,14 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
         padded: whether prompts have left padding, for which some families have code of their own.
     """
     trouble = _why_no_trees(model)
-    if trouble is None and padded and not host.looks_attention_up(model):
+    if trouble is None and padded and not upstream.looks_attention_up(model):
         trouble = _why_no_trees(model, PADDING)
     if trouble is not None:
         raise TreesRefusedError(trouble)
 
 
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
-    """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
+    """Why transformers' own loop cannot verify chains on a target, determined by running one; None if it can."""
     return _why_no_chains(model) or (_why_no_chains(model, PADDING) if padded else None)
 
 
@@ -83,10 +83,10 @@ def _why_other_bits(model: PreTrainedModel, padding: int = 0) -> str | None:
 
 
 def _needs_trial(model: PreTrainedModel) -> bool:
-    kinds = {KINDS[type(layer)] for layer in host.cache_layers(model)}
-    if kinds - {EntriesLayer} or standins.counts_entries(model) or not host.looks_attention_up(model):
+    kinds = {KINDS[type(layer)] for layer in upstream.cache_layers(model)}
+    if kinds - {EntriesLayer} or standins.counts_entries(model) or not upstream.looks_attention_up(model):
         return True
-    return host.takes_positions(model) and host.position_axes(model) != 1
+    return upstream.takes_positions(model) and upstream.position_axes(model) != 1
 
 
 @once_per_model
@@ -159,7 +159,7 @@ def _tree(model: PreTrainedModel, padding: int, *, same_bits: bool = False) -> T
     tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=drafts.device)
     length = PROMPT + len(PARENTS)
     with target.tapping():
-        arguments = host.arguments_of_prompt(model, prompt, mask)
+        arguments = upstream.arguments_of_prompt(model, prompt, mask)
         del arguments[target.cache_name]
         target.prefill(prompt, GenerationConfig(max_length=length), arguments)
         target.begin_rounds(length)
@@ -177,28 +177,28 @@ def _plain_tree(model: PreTrainedModel, padding: int) -> Tensor:
 
 @torch.no_grad()
 def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bool = False) -> Tensor:
-    """Logits [tokens, vocab] of the host after each token of a continuation.
+    """Logits [tokens, vocab] of transformers after each token of a continuation.
 
     Args:
         model: the target.
         tokens: [tokens] int64, to follow the prompt.
         padding: of the prompt.
-        drafted: in the host's assisted loop, which verifies several tokens at once, beside wrong ones. Else plainly.
+        drafted: in transformers' assisted loop, which verifies several tokens at once, beside wrong ones. Else plainly.
     """
     prompt, _, mask = _tokens(model, padding)
-    arguments = host.arguments_of_prompt(model, prompt, mask)
+    arguments = upstream.arguments_of_prompt(model, prompt, mask)
     length = PROMPT + len(tokens) + 1
     settings: dict[str, Any] = {
         "logits_processor": LogitsProcessorList([_Forced(tokens)]),
         "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)]),
-        "generation_config": host.config_of_trial(length),
+        "generation_config": upstream.config_of_trial(length),
     }
-    cache = arguments[host.cache_name(model)]
+    cache = arguments[upstream.cache_name(model)]
     if not drafted:
-        output = host.sample(model, prompt, **settings, **arguments)
+        output = upstream.sample(model, prompt, **settings, **arguments)
     else:
         with nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = host.assist(model, prompt, _Script(tokens), **settings, **arguments)
+            output = upstream.assist(model, prompt, _Script(tokens), **settings, **arguments)
     return torch.stack([logits[0] for logits in output.logits[1:]])
 
 
@@ -231,4 +231,4 @@ class _Script(TreeCandidateGenerator):
         return torch.cat([input_ids, drafts.unsqueeze(0)], 1), None
 
     def draft(self, context: DraftContext) -> DraftTree:
-        raise NotImplementedError("used in the host's loop only")
+        raise NotImplementedError("used in transformers' loop only")

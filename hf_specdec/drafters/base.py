@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.decoding.cuda_graphs import StaticCalls
+from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.graphs import StaticCalls
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.stats import SpeculationStats
@@ -53,7 +53,7 @@ class Drafter(ABC):
     states_at_nodes: ClassVar[bool] = True
     made_of: ClassVar[tuple[str, ...]] = ()
 
-    # Classes of the host with a `generate` of their own (Whisper) expect one of every assistant; it has no effect.
+    # Classes of transformers with a `generate` of their own (Whisper) expect one of every assistant; it has no effect.
     generation_config = GenerationConfig()
     options: DrafterOptions
     stats: SpeculationStats | None = None

@@ -1,7 +1,7 @@
 """Settings of transformers for assistants, in calls with a drafter of this library.
 
 Two have a meaning here: `num_assistant_tokens` and `assistant_confidence_threshold` restrict the drafts of a call. The
-others are reported. A value that equals the host's default cannot be told from one that nobody has set.
+others are reported. A value that equals transformers' default cannot be told from one that nobody has set.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_specdec.decoding.host import default_settings
 from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.upstream import default_settings
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.options import TreeOptions, is_number
 
@@ -46,7 +46,7 @@ class CallSettings:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> CallSettings:
-        """The settings in the generation config of a call, which the host has completed with its defaults.
+        """The settings in the generation config of a call, which transformers has completed with its defaults.
 
         Raises:
             ValueError: one is out of range.
@@ -77,7 +77,7 @@ def report_unused(config: GenerationConfig, mode_kwargs: dict[str, Any], drafter
     """Warns about settings of a call that have no effect with this drafter; names each.
 
     Args:
-        config: of the call, with the host's defaults.
+        config: of the call, with transformers' defaults.
         mode_kwargs: arguments of `generate` for the decoding mode.
         drafter: of the call.
 

@@ -39,11 +39,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from hf_specdec.decoding import graphs
+from hf_specdec.decoding import cuda_graphs
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import keep_names
 from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import Counts
@@ -51,6 +50,7 @@ from hf_specdec.decoding.support import check_supported, keeps_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.decoding.trial import check_trees
+from hf_specdec.decoding.upstream import keep_names
 from hf_specdec.drafters.draft_model import DraftModel, target_ids_of, with_head_rows, with_whole_vocabulary
 from hf_specdec.drafters.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
@@ -276,7 +276,7 @@ class CausalLMDrafter(PublishedDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         # On a CPU these models are too small to gain from compilation.
-        compile_mode = self.options.compile_mode if graphs.can_capture(self.device) else "none"
+        compile_mode = self.options.compile_mode if cuda_graphs.can_capture(self.device) else "none"
         kind = ChainGenerator if self.method == "causal_lm_chain" else TreeGenerator
         model, head_ids = self._with_draft_rows()
         drafter = DraftModel(model, compile_mode=compile_mode, head_ids=head_ids)
@@ -480,7 +480,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         )
         room = length + 256
         if drafter.compile_mode != "none":  # buffers with the target's capacity suffice for the whole call
-            room = max(room, self.target.cache.capacity - 1 - graphs.DRAFT_SIZES[-1])
+            room = max(room, self.target.cache.capacity - 1 - cuda_graphs.DRAFT_SIZES[-1])
         drafter.begin_rounds(room)
 
 

@@ -2,9 +2,9 @@
 
 Tokens that were committed since the last draft are pending. One forward of the drafter reads them, appends their
 entries to its cache, and gives what drafting starts from. It is the same function in all rounds: eagerly it runs over
-as many columns as there are pending tokens, right behind the longest row of the cache; captured (`decoding/graphs.py`)
-over a fixed number of columns, at a fixed entry. Rows of different lengths are padded on the right, prompts too, so
-that one mask covers both.
+as many columns as there are pending tokens, right behind the longest row of the cache; captured
+(`decoding/cuda_graphs.py`) over a fixed number of columns, at a fixed entry. Rows of different lengths are padded on
+the right, prompts too, so that one mask covers both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.cuda_graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.exchange import Committed
-from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import from_host, pick

@@ -30,13 +30,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_specdec.decoding.attention import attend
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import DraftContext
-from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import (
+from hf_specdec.decoding.draft_logits import (
     NeverProposedLogitsProcessor,
     SoftCapLogitsProcessor,
     TargetVocabularyLogitsProcessor,
 )
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, has_plain_weight, home_of
 from hf_specdec.decoding.target import TargetModel

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head, table_rows
 from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
 from hf_specdec.drafters.dspark import ConditionalDrafter, DSparkOptions

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.graphs import CompileMode
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.cuda_graphs import CompileMode
+from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
@@ -134,7 +134,7 @@ class DraftModel(TargetModel):
         """`prefill` of a draft model, with padding moved to the right and its cache entries set to zero.
 
         A padding token on the left attends to nothing. Eager attention in float64 then gives NaN, which the next layer
-        spreads over the row. A target must do what the host does; a draft model need not.
+        spreads over the row. A target must do what transformers does; a draft model need not.
 
         Args:
             token_ids: [batch, seq] int64.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_specdec.decoding.cuda_graphs import StaticCalls
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.tree import DraftTree, from_host
 
 

@@ -137,7 +137,7 @@ class LookaheadGenerator(TreeCandidateGenerator):
         tree = committed.tree
         if tree is None or tree.num_nodes == 1 or self.levels is None:  # nothing was drafted
             return
-        # The host's own loop verifies one path only, and policies may cut a tree: unknown guesses stay as they are.
+        # transformers' own loop verifies one path only, and policies may cut a tree: unknown guesses stay as they are.
         known = committed.target_logits.shape[1] if committed.target_logits.shape[1] == tree.num_nodes else 0
         choices = committed.target_logits.argmax(-1).tolist()
         for row, (levels, leaves) in enumerate(zip(self.levels, self.leaves, strict=True)):

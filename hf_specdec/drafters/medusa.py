@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.cuda_graphs import static_calls
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel

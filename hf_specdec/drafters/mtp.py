@@ -28,11 +28,11 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import load_part
 from hf_specdec.decoding.masks import SLIDING, additive
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.upstream import load_part
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle3 import Eagle3Generator, Eagle3Options
 from hf_specdec.drafters.registry import Serving, register

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from hf_specdec.decoding.graphs import CompileMode
+from hf_specdec.decoding.cuda_graphs import CompileMode
 from hf_specdec.decoding.policies import MOST_NODES
 from hf_specdec.drafters.registry import unknown_name
 

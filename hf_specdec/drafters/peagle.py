@@ -15,9 +15,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import BlockMarginals

@@ -235,7 +235,7 @@ class PublishedDrafter(Drafter):
             with self.config_for(folder):
                 card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
 
-    def push_to_hub(  # returns the commit itself, which is a str like the host's
+    def push_to_hub(  # returns the commit itself, which is a str like transformers'
         self,
         repo_id: str,
         *,

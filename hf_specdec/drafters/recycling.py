@@ -131,7 +131,7 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
             self._learn(last, torch.ones_like(last, dtype=torch.bool), logits[:, -1:])
             return
         tree = committed.tree
-        if logits.shape[1] < tree.num_nodes:  # the host's loop verified the likeliest path only
+        if logits.shape[1] < tree.num_nodes:  # transformers' loop verified the likeliest path only
             nodes = best_path(tree)[: logits.shape[1]]
             self._learn(tree.token_ids[:, nodes], tree.valid[:, nodes], logits[:, : len(nodes)])
         else:

@@ -43,7 +43,7 @@ from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter, WrappingDrafter, check_is_drafter
-from hf_specdec.drafters.beside import DraftingThread
+from hf_specdec.drafters.drafting_thread import DraftingThread
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import Serving, register
 
@@ -256,7 +256,7 @@ class SSDGenerator(TreeCandidateGenerator):
         if self.context is None:  # a round without a draft
             return target.verify(tree, state.root_positions)
         plans = self._plans(self.context, tree.num_nodes)
-        if not plans or self.host_loop is not None:
+        if not plans or self.assisted is not None:
             self.verified = Stopwatch(self.device)
             output = target.verify(tree, state.root_positions)
             self.verified.lap("alone")

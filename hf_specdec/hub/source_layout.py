@@ -19,7 +19,7 @@ from hf_specdec.drafters.registry import method_of
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source
 from hf_specdec.hub.formats.base import Format, Headers
-from hf_specdec.hub.formats.keys import HOST, OURS
+from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS
 from hf_specdec.hub.tensors import load_tensors, read_headers
 
 _WAY_OUT = "or save it in the layout of this library: drafter.save_pretrained(folder)"
@@ -114,10 +114,10 @@ def _changed(layout: SourceLayout, own: Mapping[str, Tensor], config: PreTrained
             yield f"weight {key} has the shape {now} and had {before}"
     loaded, current = layout.config.to_dict(), config.to_dict()
     # Both have all fields of the class. Fields of one alone are unknown keys of its file, without effect.
-    for field in sorted(loaded.keys() & current.keys() - HOST - OURS):
+    for field in sorted(loaded.keys() & current.keys() - TRANSFORMERS - OURS):
         parts = [fields[field] for fields in (loaded, current)]
         keys = {key for part in parts if isinstance(part, dict) for key in part} or {field}
-        for key in sorted(keys - HOST - OURS):
+        for key in sorted(keys - TRANSFORMERS - OURS):
             was, is_now = (
                 # A property knows what a missing key means, and where else the value may be.
                 getattr(each, key) if hasattr(each, key) else part.get(key) if isinstance(part, dict) else part

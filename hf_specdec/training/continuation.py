@@ -2,8 +2,8 @@
 
 A task is a generator: it yields a `Prompt`, is sent the tokens that the model wrote, and may yield a next one. Prompts
 of all tasks share the batch: a task whose next prompt goes on from what its row has read keeps the row; otherwise a
-waiting prompt takes its place. Keys and values are kept in buffers that grow in steps: the host's own layers copy
-everything they hold for each token. `chat.py` and `text.py` have the tasks.
+waiting prompt takes its place. Keys and values are kept in buffers that grow in steps: transformers' own layers copy
+everything they hold for each token. `conversation_answers.py` and `text.py` have the tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdec.decoding.attention import tree_attention, usable
-from hf_specdec.decoding.host import cache_name, takes_positions
+from hf_specdec.decoding.upstream import cache_name, takes_positions
 from hf_specdec.training.filters import LOOP, before_loop
 
 SIMILAR = 0.7  # prompts that are read together are at least this much of the longest
@@ -65,7 +65,7 @@ class Prompt:
 
 
 class BufferedLayer(DynamicLayer):
-    """A layer of the host's cache that writes new entries into buffers; `keys` and `values` are views of them."""
+    """A layer of transformers' cache that writes new entries into buffers; `keys` and `values` are views of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -193,7 +193,7 @@ class _Batch:
 
     Attributes:
         beginning: tokens with which most prompts begin.
-        known: layers of the host's cache that have read them.
+        known: layers of transformers' cache that have read them.
         rows: the prompts.
         logits: [rows, vocab].
         grouped: whether the model attends with `tree_attention`.
@@ -250,7 +250,7 @@ class _Batch:
         self.positions = self.positions + 1
         mask = self.mask
         if self.takes_more and self.grouped:
-            # Additive, for `tree_attention`; the host's own attention takes 4 times as long with heads in groups.
+            # Additive, for `tree_attention`; transformers' own attention takes 4 times as long with heads in groups.
             mask = torch.where(mask[:, None, None].bool(), 0.0, float("-inf")).to(self.logits.dtype)
         self.logits = self._forward(token_ids.unsqueeze(1), mask, self.positions, self.cache)
 

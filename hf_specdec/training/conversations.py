@@ -1,4 +1,4 @@
-"""Training on conversations: the target answers every user message in its chat template (`chat.py`)."""
+"""Training on conversations: the target answers every user message in its chat template (`conversation_answers.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.training.answers import (
+from hf_specdec.training.answer_files import (
     RECIPE_FILE,
     AnswerSettings,
     check_answers,
@@ -20,7 +20,7 @@ from hf_specdec.training.answers import (
     read_answers,
     training_rows,
 )
-from hf_specdec.training.chat import check_template, dataset_id, read_conversations, write_answers
+from hf_specdec.training.conversation_answers import check_template, dataset_id, read_conversations, write_answers
 from hf_specdec.training.data import documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
+from hf_specdec.decoding.draft_logits import NeverProposedLogitsProcessor
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.losses import LossName, draft_losses, position_weights

@@ -4,7 +4,7 @@ The Markov head reads the row's tokens in training and drafted tokens when it dr
 probability that a sampled draft is accepted, 1 - TV between the target's probs and the drafter's; with loss "ce", which
 does not compute the target's probs, whether the most probable draft is right. It passes no gradient to other layers.
 Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, section 2.4. The drafter is in
-`hf_specdec/drafters/dspark/`.
+`hf_specdec/drafters/dspark.py`.
 """
 
 from __future__ import annotations

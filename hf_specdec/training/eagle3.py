@@ -6,7 +6,7 @@ learns what is drafted at depth j. A later pass sees what drafting sees: the pai
 position, and its own chain after that. The labels are the target's probs over the draft vocabulary; the loss "kl" has
 the gradient of the paper's cross entropy with them.
 Source: EAGLE-3, arXiv 2503.01840, Section 3.2 (training-time test); for the weights of the passes SafeAILab/EAGLE. The
-drafter is in `hf_specdec/drafters/eagle3/`, the target's states in `features.py`.
+drafter is in `hf_specdec/drafters/eagle3.py`, the target's states in `features.py`.
 """
 
 from __future__ import annotations

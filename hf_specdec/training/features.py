@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
+from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows

@@ -41,8 +41,8 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
 from hf_specdec.drafters.targets import whole_target
-from hf_specdec.training.answers import is_answers, read_answers
-from hf_specdec.training.chat import check_template, read_conversations
+from hf_specdec.training.answer_files import is_answers, read_answers
+from hf_specdec.training.conversation_answers import check_template, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width, opening

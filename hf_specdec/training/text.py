@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.training.answers import (
+from hf_specdec.training.answer_files import (
     BATCHES_PER_FILE,
     AnswerSettings,
     Task,

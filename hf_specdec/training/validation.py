@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import render
 from hf_specdec.drafters.base import always_drafting
-from hf_specdec.training.chat import check_template, read_conversations
+from hf_specdec.training.conversation_answers import check_template, read_conversations
 from hf_specdec.training.source import opening
 
 NEW_TOKENS = 48

@@ -18,8 +18,14 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.training.answers import AnswerSettings
-from hf_specdec.training.chat import check_template, dataset_id, read_conversations, write_answers, write_invented
+from hf_specdec.training.answer_files import AnswerSettings
+from hf_specdec.training.conversation_answers import (
+    check_template,
+    dataset_id,
+    read_conversations,
+    write_answers,
+    write_invented,
+)
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.options import AnswerOptions, Count, Share, parse
 from hf_specdec.training.source import load_target

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding import host
+from hf_specdec.decoding import upstream
 from hf_specdec.decoding.once import undisturbed
 
 TOP = 16  # best tokens whose logits are compared: models may mask others with any low number
@@ -89,11 +89,11 @@ def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | No
     reasons, mask, own_difference = [], torch.ones_like(token_ids), None
     for dtype in (torch.float64, torch.float32):
         try:
-            with Raised(dtype), undisturbed(model):  # with the host's positions, because some models remember others
-                whole = model(**host.whole_text_inputs(model, token_ids, {}), return_dict=True).logits[0, -1]
-                arguments = host.arguments_of_prompt(model, token_ids[:, :-1], mask[:, :-1])
-                outputs = host.prefill(model, token_ids[:, :-1], GenerationConfig(), dict(arguments))
-                inputs = host.next_inputs(model, outputs, token_ids, arguments)
+            with Raised(dtype), undisturbed(model):  # with transformers' positions, because some models remember others
+                whole = model(**upstream.whole_text_inputs(model, token_ids, {}), return_dict=True).logits[0, -1]
+                arguments = upstream.arguments_of_prompt(model, token_ids[:, :-1], mask[:, :-1])
+                outputs = upstream.prefill(model, token_ids[:, :-1], GenerationConfig(), dict(arguments))
+                inputs = upstream.next_inputs(model, outputs, token_ids, arguments)
                 stepped = model(**inputs, return_dict=True).logits[0, -1]
         except (RuntimeError, TypeError, ValueError) as error:  # unsupported dtype, too little memory, custom kernels
             reasons.append(f"{dtype}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error)}")

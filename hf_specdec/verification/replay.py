@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specdec.chi_square import p_value
-from hf_specdec.decoding import host, loop
+from hf_specdec.decoding import loop, upstream
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.exchange import Committed, DraftContext
@@ -88,7 +88,7 @@ class Prompt:
 
     def has_pictures(self, model: PreTrainedModel) -> bool:
         """Whether plain forwards need more than ids: other arguments, or positions that the model may not remember."""
-        return bool(self.more) or host.position_axes(model) > 1
+        return bool(self.more) or upstream.position_axes(model) > 1
 
     def whole_logits(self, model: PreTrainedModel, texts: Tensor) -> Tensor:
         """[rows, length, vocab] of forwards without a cache over texts [rows, length] that begin with the prompt."""
@@ -96,7 +96,7 @@ class Prompt:
             logits: Tensor = model(texts, use_cache=False).logits
             return logits
         with undisturbed(model):  # pictures belong to one row, so texts are run one by one
-            inputs = (host.whole_text_inputs(model, text, self.more) for text in texts.split(1))
+            inputs = (upstream.whole_text_inputs(model, text, self.more) for text in texts.split(1))
             return torch.cat([model(**each, return_dict=True).logits for each in inputs])
 
 
@@ -124,12 +124,12 @@ class RoundRecorder(Observer):
             prefix = torch.cat([self.text, tree.token_ids[0, :1]])
             tree = tree.of_rows([0])  # a copy: the next draft overwrites a captured one
             if logits.shape[1] < tree.num_nodes:
-                tree = _chain_of_hosts_loop(tree, logits.shape[1])
+                tree = _chain_of_assisted_loop(tree, logits.shape[1])
             self.rounds.append(FrozenRound(prefix, tree, logits[0].clone()))
         self.text = torch.cat([self.text, committed.token_ids[0, : committed.num_committed[0]]])
 
 
-def _chain_of_hosts_loop(tree: DraftTree, nodes: int) -> DraftTree:
+def _chain_of_assisted_loop(tree: DraftTree, nodes: int) -> DraftTree:
     """The chain of `nodes` nodes that transformers' own loop verifies of a tree of one row."""
     path = best_path(tree)[:nodes]
     probs = None if tree.draft_probs is None else tree.draft_probs[:, : len(path) - 1]
@@ -196,7 +196,7 @@ class _FrozenGenerator(TreeCandidateGenerator):
 class ForcedText(LogitsProcessor):
     """Allows only the tokens of one text, [length] int64; after its end, only its last token."""
 
-    keeps_no_state = True  # targets that verify chains draft with it, see `decoding/stateless.py`
+    keeps_no_state = True  # targets that verify chains draft with it, see `decoding/user_code.py`
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -228,7 +228,7 @@ def verify_again(
     Returns:
         By length of the prefix, `logit_error` and `bound` of each tree that was verified again.
     """
-    # The host's loop reports a round when the next one begins. Deep nodes need positions, too.
+    # transformers' loop reports a round when the next one begins. Deep nodes need positions, too.
     stop = len(rounds[-1].prefix) + 2 + max(each.tree.max_depth for each in rounds)
     recorder = RoundRecorder(prompt.ids, limit=len(rounds))
     with observing(recorder), precision():

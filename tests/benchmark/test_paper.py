@@ -38,7 +38,7 @@ def test_parts_of_a_round_add_up_to_more_than_the_floor_and_multiply_what_the_sh
     assert costs["verify"].num_bytes > weight_bytes(model)
     matrices = sum(part.numel() for part in model.parameters() if part.dim() == 2) - 512 * 64  # but the embedding
     attention = 3 * 2 * 2 * 8 * 16 * (1 + NODES) * (CONTEXT + 1 + NODES)
-    rotary = 2 * (1 + NODES) * 8  # older hosts multiply positions and frequencies as matrices
+    rotary = 2 * (1 + NODES) * 8  # older versions multiply positions and frequencies as matrices
     assert costs["verify"].flops - (2 * (1 + NODES) * matrices + attention) in (0, rotary)
     assert costs["accept"].flops == costs["commit"].flops == 0
 
@@ -63,7 +63,7 @@ def test_a_captured_part_is_a_few_launches_of_the_same_operators() -> None:
     assert captured["verify"].flops > eager["verify"].flops  # the prefix is padded to 1,024 entries
 
 
-def test_the_hosts_copies_of_keys_and_values_are_what_folded_heads_save() -> None:
+def test_transformers_copies_of_keys_and_values_are_what_folded_heads_save() -> None:
     model = target_on_paper(TINY)
     copied, folded = (
         round_on_paper(model, CONTEXT, NODES, "none", folds_heads=folds)["verify"] for folds in (False, True)

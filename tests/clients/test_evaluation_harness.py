@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 
 harness: Any = pytest.importorskip("lm_eval.models.utils_hf", reason="needs lm_eval, the evaluation harness")
 TINY = Path(__file__).parents[2] / "examples" / "tiny-code"
@@ -39,7 +39,7 @@ def test_answers_are_those_of_plain_decoding(chains: bool, batch: int, drafter: 
         output: Tensor = model.generate(**inputs, **settings, assistant_model=assistant)
         return output
 
-    with hosts_loop() if chains else nullcontext(), warnings.catch_warnings():
+    with assisted_loop() if chains else nullcontext(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the output is not affected")
         assistant = load_drafter(drafter if drafter == "suffix" else str(TINY / drafter), target=model)
         for stop in ("return", ":\n"):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.scripted import right_for
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-code"
@@ -154,7 +154,7 @@ def test_grammar_holds_in_every_row_as_in_plain_decoding(library: str, chains: b
         load_drafter(str(TINY / "dflash"), target=model),
         load_drafter("suffix"),
     ]
-    with hosts_loop() if chains else nullcontext(), warnings.catch_warnings():
+    with assisted_loop() if chains else nullcontext(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the output is not affected")
         for drafter in drafters:
             for _ in range(2 if drafter is drafters[-1] else 1):  # the second time it remembers the first

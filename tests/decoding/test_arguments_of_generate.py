@@ -240,7 +240,7 @@ def test_argument_means_the_same_with_a_drafter(case: str, family: str, batch: s
     new = target.generate(**prompts, **GREEDY)[:, prompts["input_ids"].shape[1] :]
     try:
         alone = run(target, prompts, case, new, None)
-    except ValueError as error:  # not every class of the host takes embeddings
+    except ValueError as error:  # not every class of transformers takes embeddings
         with pytest.raises(ValueError, match=f"^{re.escape(str(error))}$"):
             run(target, prompts, case, new, right_for(3, prompts["input_ids"]))
         assert "inputs_embeds" in case

@@ -22,7 +22,7 @@ from tests.methods import METHODS
 from tests.targets import PROMPTS, make_target
 from tests.trees import heap_tree
 
-APPLE = Abilities(float64=False)  # and nothing else: host's attention, no streams, no memory that NumPy reads
+APPLE = Abilities(float64=False)  # and nothing else: transformers' attention, no streams, no memory that NumPy reads
 
 
 class NoFloat64(TorchDispatchMode):

@@ -263,7 +263,7 @@ def test_token_with_nan_logits_does_not_change_other_tokens(
     batch: str, known: bool, settings: dict[str, Any], attention: str
 ) -> None:
     """Plain decoding never runs token 7, since it is suppressed; drafts of it may be run, but must not matter."""
-    # The host's own eager attention makes NaN of left padding in float64.
+    # transformers' own eager attention makes NaN of left padding in float64.
     target = fresh_target("llama", attention, torch.float32 if attention == "eager" else torch.float64)
     prompts = PROMPTS[batch]()
     prompts["input_ids"][prompts["input_ids"] == 7] = 8

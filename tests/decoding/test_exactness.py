@@ -38,7 +38,7 @@ SETTINGS = ["greedy", "repetition penalty and no repeated n-gram", "stop string"
 
 
 def family_target(family: str, attention: str, batch: str) -> PreTrainedModel:
-    # In float64 the host's eager attention turns rows of left padding into NaN, see the test of its own below.
+    # In float64 transformers' eager attention turns rows of left padding into NaN, see the test of its own below.
     padded_eager = attention == "eager" and batch != "batch of one"
     return make_target(family, attention, torch.float32 if padded_eager else torch.float64)
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import static_verify
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.cuda_graphs import Workspace
 from hf_specdec.decoding.exchange import DraftContext
-from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters import dflash, eagle3
 from hf_specdec.drafters.context import NewTokens

@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding import cuda_graphs, loop
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import ToHost
 from hf_specdec.decoding.layers import entries
 from hf_specdec.decoding.target import TargetModel
 from tests import stand_in
+from tests.decoding.test_cuda_graphs import Replaying
 from tests.decoding.test_finished_rows import drafter_of, settings_of
 from tests.decoding.test_finished_rows import prompts as five_prompts
-from tests.decoding.test_graphs import Replaying
 from tests.methods import METHODS, make_dflash
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -40,7 +40,7 @@ EARLY = ["dflash", "ddtree", "medusa", "eagle3", "specblock"]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[stand_in.Host]]:
-    monkeypatch.setattr(graphs, "make_graph", Replaying)
+    monkeypatch.setattr(cuda_graphs, "make_graph", Replaying)
     with stand_in.devices() as found:
         yield found
 

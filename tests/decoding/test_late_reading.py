@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import devices, graphs, loop
+from hf_specdec.decoding import cuda_graphs, devices, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
+from tests.decoding.test_cuda_graphs import EARLY, capture_on_cpu, compiling
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
-from tests.decoding.test_graphs import EARLY, capture_on_cpu, compiling
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
 from tests.scripted import StubDrafter
@@ -39,7 +39,7 @@ def rule(*, late: bool) -> Callable[[torch.device], Abilities]:
 @pytest.fixture(autouse=True)
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_on_cpu(monkeypatch)
-    monkeypatch.setattr(graphs, "FIRST_PREFIX", 16)
+    monkeypatch.setattr(cuda_graphs, "FIRST_PREFIX", 16)
     monkeypatch.setitem(devices.RULES, "cpu", rule(late=True))
 
 
@@ -197,7 +197,7 @@ def test_draft_with_nan_logits_costs_one_round_only(
     batch: str, settings: dict[str, Any], attention: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(devices.RULES, "cpu", rule(late=late))
-    # The host's own eager attention makes NaN of left padding in float64.
+    # transformers' own eager attention makes NaN of left padding in float64.
     target = fresh_target("llama", attention, torch.float32 if attention == "eager" else torch.float64)
     prompts, settings = PROMPTS[batch](), GREEDY | settings
     alone = target.generate(**prompts, **settings)

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec import verify_lossless
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.methods import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import random_trees, right_for
@@ -66,7 +66,7 @@ def test_turns_on_one_cache_give_the_tokens_of_plain_decoding(family: str, chain
     alone = in_turns(target, [None] * 3)
     drafters = [right_for(3, text, siblings=0) for text in alone]
     if chains:
-        with hosts_loop(), pytest.warns(UserWarning, match="own loop verifies"):
+        with assisted_loop(), pytest.warns(UserWarning, match="own loop verifies"):
             assisted = in_turns(target, drafters)
     else:
         assisted = in_turns(target, drafters)

@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specdec.decoding.attention import tree_attention_forward
-from hf_specdec.decoding.graphs import CudaGraph
+from hf_specdec.decoding.cuda_graphs import CudaGraph
 from hf_specdec.decoding.masks import additive
 from tests.methods import METHODS
 from tests.targets import PROMPTS, fresh_target
@@ -85,7 +85,7 @@ def test_graphs_that_share_a_pool_keep_their_outputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_folded_heads_copy_no_keys_and_are_as_near_to_float64_as_the_hosts_attention(dtype: torch.dtype) -> None:
+def test_folded_heads_copy_no_keys_and_are_as_near_to_float64_as_transformers_attention(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, length, 128) for heads, length in ((32, 65), (8, 4160), (8, 4160)))
     seen = torch.rand(1, 65, 4160) < 0.9

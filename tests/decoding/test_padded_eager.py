@@ -1,4 +1,4 @@
-"""Left padding with eager attention in float64, where the host computes NaN: queries of padding have nothing to see.
+"""Left padding with eager attention in float64, where transformers computes NaN: queries of padding see nothing.
 
 Its masks are the lowest float64 number, and its softmax runs in float32, where that is -inf.
 """
@@ -39,7 +39,7 @@ def test_rows_with_nan_logits_do_not_slow_down_other_rows(processors: dict[str, 
 
 
 def test_rows_that_recover_from_nan_get_drafts_again() -> None:
-    # Every layer slides: the host's cache drops its padding, and with it what was NaN.
+    # Every layer slides: transformers' cache drops its padding, and with it what was NaN.
     target, prompts = make_target("mistral-sliding", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     settings = GREEDY | {"max_new_tokens": 80}
     alone = target.generate(**prompts, **settings)

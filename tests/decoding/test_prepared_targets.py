@@ -248,7 +248,7 @@ def test_an_offloaded_module_is_at_home_where_it_runs() -> None:
     assert home_of(layer) == torch.device("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the .input_ids.:UserWarning")  # of older hosts
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the .input_ids.:UserWarning")  # of older versions
 def test_scaled_embeddings_that_are_offloaded_are_refused_before_the_first_token() -> None:
     target = fresh_target("gemma3", "sdpa", torch.float32)
     drafter = METHODS["eagle3"](target)

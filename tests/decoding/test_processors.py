@@ -1,4 +1,4 @@
-"""The host's own logits processors, one by one: those that read the prefix, the row, the length, or keep state."""
+"""Transformers' own logits processors, one by one: those that read the prefix, the row, the length, or keep state."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_nan_after_a_draft_does_not_change_the_distribution_of_its_token(drawn: 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_nan_at_a_root_without_drafts_gives_the_token_of_plain_decoding(do_sample: bool) -> None:
     root, logits = DraftTree.root_only(torch.tensor([2])), torch.full((1, 1, 8), torch.nan)
-    assert judged(root, logits, do_sample=do_sample) == [[]], "the cache may hold NaN that the host has dropped"
+    assert judged(root, logits, do_sample=do_sample) == [[]], "the cache may hold NaN that transformers has dropped"
     bare = root.without_drafts(torch.tensor([True]))
     if do_sample:
         with pytest.raises(RuntimeError, match="nan"):

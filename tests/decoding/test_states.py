@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding.host import cache_name
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import cache_name
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -262,7 +262,7 @@ def test_states_returned_for_rows_that_ended_earlier_are_those_of_their_end() ->
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_forwards_of_other_threads_run_the_hosts_own_functions() -> None:
+def test_forwards_of_other_threads_run_transformers_own_functions() -> None:
     target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), one_prompt()
     script = target.generate(**prompts, **GREEDY)
     expected, found, caller = target(**prompts).logits, [], threading.get_ident()

@@ -1,4 +1,4 @@
-"""Which hidden states a tap reads, told by the host's own `output_hidden_states`."""
+"""Which hidden states a tap reads, told by transformers' own `output_hidden_states`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_taps_read_inputs_and_outputs_of_layers_and_the_input_of_the_head(
     with Raised(torch.float64):
         states = target(output[:, :-1], output_hidden_states=True).hidden_states
     handle.remove()
-    # The last entry of the host's hidden states is after the final norm; what layer 3 gives is not.
+    # The last entry of transformers' hidden states is after the final norm; what layer 3 gives is not.
     expected = torch.cat([states[0], states[1], states[3], raw[0], states[4]], dim=-1)
     features = torch.cat([outcome.features for outcome in outcomes], dim=1)
     length = min(features.shape[1], expected.shape[1])

@@ -1,4 +1,4 @@
-"""The trial compares with the host's own decoding, and leaves no trace in the model."""
+"""The trial compares with transformers' own decoding, and leaves no trace in the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec.decoding.trial import check_trees, why_no_chains
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts
@@ -37,7 +37,7 @@ class Target(LlamaForCausalLM):
 
 
 class OwnPositions(Target):
-    """Makes positions of its own, which begin at 7, unless it gets some; the host passes none."""
+    """Makes positions of its own, which begin at 7, unless it gets some; transformers passes none."""
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
@@ -133,7 +133,7 @@ def test_chains_run_after_a_call_with_a_picture() -> None:
         alone = target.generate(**inputs, **GREEDY)
         offsets = target.model.rope_deltas
         drafter = right_for(3, alone, siblings=0)
-        with hosts_loop():
+        with assisted_loop():
             assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
         assert drafter.stats.num_accepted_draft_tokens > 0
         assert target.model.rope_deltas.equal(offsets)

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
 from tests.scripted import right_for
@@ -174,7 +174,7 @@ def test_user_code_sees_the_calls_of_plain_decoding(
     diverging[-1, START + 5 :] = 3
     drafters: list[Drafter] = [right_for([4, 0, 2, 6], script), right_for(3, diverging), METHODS["ddtree"](target)]
     for drafter in drafters[: 1 if chains else 3]:
-        with hosts_loop() if chains else nullcontext(), warnings.catch_warnings():
+        with assisted_loop() if chains else nullcontext(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*the output is not affected")
             output, ours = run(target, kind, settings, drafter, **which)
         assert output.tolist() == alone.tolist()
@@ -291,7 +291,7 @@ def test_a_streamer_gets_one_token_per_call_from_chains() -> None:
     script = target.generate(**settings, streamer=Streams(plain))
     ours: Log = []
     drafter = right_for([3, 0, 5], script, siblings=0)
-    with hosts_loop():
+    with assisted_loop():
         output = target.generate(**settings, streamer=Streams(ours), assistant_model=drafter)
     assert output.tolist() == script.tolist()
     assert ours == plain
@@ -300,12 +300,12 @@ def test_a_streamer_gets_one_token_per_call_from_chains() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies")
-def test_the_hosts_text_streamer_prints_the_same_text_from_chains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_text_streamer_prints_the_same_text_from_chains(capsys: pytest.CaptureFixture[str]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     settings = {**prompts, "max_new_tokens": NEW, "do_sample": False}
     script = target.generate(**settings, streamer=TextStreamer(tiny_tokenizer()))
     plain = capsys.readouterr().out
-    with hosts_loop():
+    with assisted_loop():
         drafter = right_for([3, 0, 5], script, siblings=0)
         target.generate(**settings, streamer=TextStreamer(tiny_tokenizer()), assistant_model=drafter)
     assert capsys.readouterr().out == plain != ""
@@ -314,9 +314,12 @@ def test_the_hosts_text_streamer_prints_the_same_text_from_chains(capsys: pytest
 def test_the_warning_of_a_chain_target_names_what_keeps_it_from_drafting() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     settings = {**prompts, "max_new_tokens": 4, "do_sample": False}
-    with hosts_loop(), pytest.warns(UserWarning, match=r"nothing is drafted.*: CountsPerRow, FlagPerRow; the output"):
+    with (
+        assisted_loop(),
+        pytest.warns(UserWarning, match=r"nothing is drafted.*: CountsPerRow, FlagPerRow; the output"),
+    ):
         run(target, "per row", settings, METHODS["ngram"](target))
-    with hosts_loop(), pytest.warns(UserWarning, match="'ngram' drafts chains"):
+    with assisted_loop(), pytest.warns(UserWarning, match="'ngram' drafts chains"):
         target.generate(**settings, repetition_penalty=1.2, assistant_model=METHODS["ngram"](target))
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.decoding.test_finished_rows import drafter_of, prompts
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
 from tests.laws import assert_follows
@@ -92,12 +92,12 @@ def test_a_draft_model_runs_no_further_than_the_settings_allow(method: str) -> N
 
 
 @pytest.mark.parametrize("method", ["dflash", "causal_lm_chain", "ngram"])
-def test_settings_restrict_chains_in_the_hosts_loop_too(method: str) -> None:
+def test_settings_restrict_chains_in_the_assisted_loop_too(method: str) -> None:
     target = make_target("llama", "sdpa")
     one = {name: values[:1] for name, values in prompts().items()}
     plain = target.generate(**one, **GREEDY)
     drafter = drafter_of(method, target)
-    with hosts_loop(), pytest.warns(UserWarning, match="drafts chains"):
+    with assisted_loop(), pytest.warns(UserWarning, match="drafts chains"):
         found = target.generate(**one, **GREEDY, assistant_model=drafter, num_assistant_tokens=1)
     assert found.tolist() == plain.tolist()
     assert 0 < drafter.stats.num_draft_tokens <= len(drafter.stats.per_step_accepted[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import load_drafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
 
@@ -84,11 +84,11 @@ def test_a_table_of_another_vocabulary_is_cleared() -> None:
         assert drafter.table.shape == (vocab, 3)
 
 
-def test_it_learns_in_the_hosts_loop_too() -> None:
+def test_it_learns_in_the_assisted_loop_too() -> None:
     target, prompt = make_target("llama", "sdpa", torch.float64), one_prompt()
     drafter = load_drafter("token-recycling", tree_budget=80)
     alone = target.generate(**prompt, max_new_tokens=24, do_sample=False)
-    with hosts_loop():
+    with assisted_loop():
         for _ in range(2):
             with pytest.warns(UserWarning, match="drafts chains"):
                 assisted = target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)

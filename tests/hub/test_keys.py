@@ -19,7 +19,7 @@ from hf_specdec.host_keys import without_host_keys
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.dflash2 import DFLASH2
 from hf_specdec.hub.formats.dspark import DSPARK
-from hf_specdec.hub.formats.keys import DECODER, HOST, OURS, Section, check_keys
+from hf_specdec.hub.formats.keys import DECODER, OURS, TRANSFORMERS, Section, check_keys
 from hf_specdec.hub.formats.own import find_own_layout
 from hf_specdec.hub.formats.published import PUBLISHED as LAYOUTS
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
@@ -235,11 +235,11 @@ def test_fields_of_our_config_classes_are_known(family: str) -> None:
     known = own.keys.read | own.keys.idle | set(own.keys.nested) | set(own.keys.only)
     assert fields - known == set()
     assert known >= OURS
-    assert known >= HOST
+    assert known >= TRANSFORMERS
     assert known >= DECODER or not issubclass(config_class, transformers.LlamaConfig)
 
 
-# Keys that make the host load or run something.
+# Keys that make transformers load or run something.
 
 KERNELS = [
     {"_attn_implementation": "owner/kernel"},
@@ -256,7 +256,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for a kernel or patches classes fails."""
 
     def fail(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("the host was asked for what a checkpoint names")
+        raise AssertionError("transformers was asked for what a checkpoint names")
 
     monkeypatch.setattr(
         transformers.modeling_utils, "is_kernel", lambda name: fail() if name and "/" in name else False

@@ -295,7 +295,7 @@ def built(trap: Trap, target: PreTrainedModel) -> Any:
 
 def speak_of_prompts(drafter: Any, target: PreTrainedModel) -> None:
     """Gives tapped states equal weight, and takes out of them what all prompts have in common."""
-    raw: list[Tensor] = []  # of the last layer; the host's hidden states have it after the final norm
+    raw: list[Tensor] = []  # of the last layer; transformers' hidden states have it after the final norm
     hook = target.get_decoder().norm.register_forward_pre_hook(lambda module, states: raw.append(states[0]))
     with torch.no_grad():
         states = (*target(**prompts(), output_hidden_states=True).hidden_states[:-1], raw[0])

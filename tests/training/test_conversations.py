@@ -21,7 +21,7 @@ from hf_specdec.training import write
 from hf_specdec.training.command import main
 from hf_specdec.training.recipe import RECIPES
 from tests.targets import fresh_target
-from tests.training.test_chat import TEMPLATE, talk
+from tests.training.test_conversation_answers import TEMPLATE, talk
 
 pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
 

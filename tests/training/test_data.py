@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec.training import progress
-from hf_specdec.training.answers import AnswerSettings, read_answers
+from hf_specdec.training.answer_files import AnswerSettings, read_answers
 from hf_specdec.training.data import collate, mix, pack_text
 from hf_specdec.training.features import TargetReader, cache_states, fingerprint
 from hf_specdec.training.text import write_continuations

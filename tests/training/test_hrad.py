@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
-from hf_specdec.training.answers import AnswerSettings
-from hf_specdec.training.chat import read_conversations, write_answers
+from hf_specdec.training.answer_files import AnswerSettings
+from hf_specdec.training.conversation_answers import read_conversations, write_answers
 from hf_specdec.training.hrad import (
     Examples,
     Settings,
@@ -33,7 +33,7 @@ from hf_specdec.training.hrad import (
 )
 from tests.methods import make_causal_lm
 from tests.targets import fresh_target, make_target, tiny_tokenizer
-from tests.training.test_chat import TEMPLATE, talk
+from tests.training.test_conversation_answers import TEMPLATE, talk
 
 ROOT = Path(__file__).parents[2]
 CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)

@@ -98,7 +98,7 @@ def test_processes_evaluate_after_the_same_steps(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_with_a_number_of_steps_the_learning_rates_are_the_hosts(name: str) -> None:
+def test_with_a_number_of_steps_the_learning_rates_are_those_of_transformers(name: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     make = {"linear": get_linear_schedule_with_warmup, "cosine": get_cosine_schedule_with_warmup}[name]
     (theirs,) = make(optimizer, 4, 50).lr_lambdas

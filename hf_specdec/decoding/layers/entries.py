@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specdec.decoding.graphs import Workspace
+from hf_specdec.decoding.cuda_graphs import Workspace
 from hf_specdec.decoding.tree import from_host
 
 GROWTH = 256  # least entries added when a row outgrows its capacity; long rows grow by a quarter
@@ -46,15 +46,15 @@ class Extent:
 
 
 class EntriesLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, [batch, kv_heads, entries, head_dim] as the host model sees them."""
+    """Keys and values of one attention layer, [batch, kv_heads, entries, head_dim] as the model sees them."""
 
-    is_sliding = False  # all entries are kept, so the host's masks of the prefill must not be shifted
+    is_sliding = False  # all entries are kept, so transformers' masks of the prefill must not be shifted
     is_croppable = False
 
     def __init__(self, extent: Extent) -> None:
         super().__init__()
         self.extent = extent
-        self.window: int | None = None  # entries that the host's own cache would give a query, its own included
+        self.window: int | None = None  # entries that transformers' own cache would give a query, its own included
         self.dropped = 0  # entries that the caller's cache had dropped before this call
         self.contiguous = False  # whether a forward gets contiguous copies of the entries
 
@@ -74,7 +74,7 @@ class EntriesLayer(CacheLayerMixin):
         """Appends [batch, kv_heads, new, head_dim] entries; returns all entries that a query may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.extent.longest is None:  # prefill: all rows grow alike, in the host's chunks
+        if self.extent.longest is None:  # prefill: all rows grow alike, in transformers' chunks
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
             return self.keys, self.values
@@ -148,7 +148,7 @@ class Entries:
     """All attention layers of one cache. A round does not change what was stored before it.
 
     Args:
-        layers: as the host reads and writes them; layers that were never written to are skipped.
+        layers: as transformers reads and writes them; layers that were never written to are skipped.
         extent: of the cache.
         workspace: provides buffers that are reused by later calls, or None.
     """
@@ -253,7 +253,7 @@ class Entries:
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
 
     def clear_uncommitted(self, row_lengths: Sequence[int]) -> None:
-        """Zeros the entries of nodes, and those that the host's own cache would have dropped.
+        """Zeros the entries of nodes, and those that transformers' own cache would have dropped.
 
         They may hold NaN, and masks do not stop NaN, because 0 * NaN is NaN.
         """

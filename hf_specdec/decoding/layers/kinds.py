@@ -1,4 +1,4 @@
-"""Which of our cache layers replaces which cache layer of the host."""
+"""Which of our cache layers replaces which cache layer of transformers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import cache_utils
 
-from hf_specdec.decoding.host import DummyLayer
 from hf_specdec.decoding.layers.entries import EntriesLayer, Extent, IndexedLayer
 from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
+from hf_specdec.decoding.upstream import DummyLayer
 
-# Class of the host's layer -> class of ours; None for layers that store nothing.
+# Class of transformers' layer -> class of ours; None for layers that store nothing.
 KINDS: dict[type, type | None] = {
     cache_utils.DynamicLayer: EntriesLayer,
     cache_utils.DynamicSlidingWindowLayer: EntriesLayer,
@@ -23,7 +23,7 @@ KINDS: dict[type, type | None] = {
 
 
 def own_layer(like: object, extent: Extent) -> Any:
-    """Our layer for a layer of the host; None: the host makes the layer when it is first written to."""
+    """Our layer for a layer of transformers; None: transformers makes the layer when it is first written to."""
     kind = EntriesLayer if like is None else KINDS[type(like)]
     if kind is None:
         return DummyLayer()

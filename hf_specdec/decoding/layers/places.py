@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.host import takes_positions
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 from hf_specdec.decoding.once import once_per_model
+from hf_specdec.decoding.upstream import takes_positions
 
 
 def alibi(
@@ -31,7 +31,7 @@ def alibi(
 
     Args:
         nodes: of the round.
-        function: the host's. It is called for a text without padding, so that slopes and rounding are the same.
+        function: transformers'. It is called for a text without padding, so that slopes and rounding are the same.
         attention_mask: gives the device.
         num_heads: of the target.
         dtype: of the biases.

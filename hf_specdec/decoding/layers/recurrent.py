@@ -63,11 +63,11 @@ class Tape:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of one layer as the host reads and writes them. During a prefill the host's class updates them.
+    """The states of one layer as transformers reads and writes them. During a prefill transformers' class updates them.
 
     Args:
         extent: of the cache.
-        number_of_states: see the host's class.
+        number_of_states: see transformers' class.
 
     Attributes:
         seen: tokens of this call's prefill.
@@ -129,7 +129,7 @@ def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> 
         if base is not None:
             if tape.advance is None:
                 raise RuntimeError(
-                    "A layer with states has run on the nodes of a tree without the rule that replaces the host's "
+                    "A layer with states has run on the nodes of a tree without the rule that replaces transformers' "
                     "function: its forward was replaced after the trial of this target. Restore it, or generate "
                     "without assistant_model."
                 )
@@ -192,7 +192,7 @@ class HybridLayer(RecurrentLayer, EntriesLayer):
         RecurrentLayer.__init__(self, extent, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # The host passes keys and values as positional arguments, states as keyword arguments.
+        # transformers passes keys and values as positional arguments, states as keyword arguments.
         (EntriesLayer if args else RecurrentLayer).lazy_initialization(self, *args, **kwargs)
 
     def load_from(self, source: Any) -> None:
@@ -208,7 +208,7 @@ class Recurrent:
     States cannot be cropped: after `commit` the new ones are computed from those before the round.
 
     Args:
-        layers: as the host reads and writes them.
+        layers: as transformers reads and writes them.
         extent: of the cache.
     """
 

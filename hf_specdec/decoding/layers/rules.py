@@ -1,9 +1,9 @@
 """Recurrences and short convolutions on all nodes of a draft tree in one call.
 
-The host's functions process a row of tokens; in a tree each node follows its parent. Each rule has the signature of the
-host's function that it replaces, and returns for node i what that function would return at the end of the path to i.
-The recurrences are linear in the state, so products with the ancestor mask replace steps. What a node adds to the state
-is recorded on the layer's tape (`recurrent.py`).
+transformers' functions process a row of tokens; in a tree each node follows its parent. Each rule has the signature of
+the transformers' function that it replaces, and returns for node i what that function would return at the end of the
+path to i. The recurrences are linear in the state, so products with the ancestor mask replace steps. What a node adds
+to the state is recorded on the layer's tape (`recurrent.py`).
 
 `standins.py` installs the rules. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
 Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
@@ -39,11 +39,11 @@ def convolution(
         hidden_states: [batch, channels, window + nodes], from `RecurrentLayer.update_conv_state`.
         weight: [channels, kernel].
         bias: [channels].
-        activation: by the host's name.
-        kwargs: other arguments of the host; ignored.
+        activation: by transformers' name.
+        kwargs: other arguments of transformers; ignored.
 
     Returns:
-        [batch, channels, new]; the host reads the last columns, those of the new nodes.
+        [batch, channels, new]; transformers reads the last columns, those of the new nodes.
     """
     rows, kernel = hidden_states.mT, weight.shape[-1]  # [batch, window + nodes, channels]
     columns = nodes.columns(kernel, rows.device)[:, nodes.first :]
@@ -56,7 +56,7 @@ def convolution(
     taken = rows.flatten(0, 1).index_select(0, (columns + starts.view(-1, 1, 1)).flatten())
     taken = taken.view(batch, new, kernel, -1).to(weight.dtype)
     if taken.dtype.itemsize < 4 or taken.device.type != "cpu":
-        # The host's own operator on the gathered columns, so that products are rounded in the same way.
+        # transformers' own operator on the gathered columns, so that products are rounded in the same way.
         taken = taken.permute(0, 3, 1, 2).flatten(2)
         outputs = nn.functional.conv1d(taken, weight.unsqueeze(1), bias, stride=kernel, groups=len(weight))
     else:  # on a CPU, conv1d is slow for so few columns
@@ -88,7 +88,7 @@ def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states: float32, as in the host, or float64 for inputs in float64."""
+    """The dtype of states: float32, as in transformers, or float64 for inputs in float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -119,11 +119,11 @@ def delta_rule(
         value: [batch, new, heads, V].
         g: log-decays, [batch, new, heads] or [batch, new, heads, K].
         beta: [batch, new, heads].
-        chunk_size: of the host's implementation; ignored.
+        chunk_size: of transformers' implementation; ignored.
         initial_state: [batch, heads, K, V], before the root.
         output_final_state: ignored; `initial_state` is returned unchanged.
         use_qk_l2norm_in_kernel: whether queries and keys are normalised here.
-        kwargs: other arguments of the host; ignored.
+        kwargs: other arguments of transformers; ignored.
 
     Returns:
         [batch, new, heads, V], and `initial_state`.
@@ -170,7 +170,7 @@ def state_space_scan(
     layer: RecurrentLayer,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803  (the host's names)
+    A: Tensor,  # noqa: N803  (transformers' names)
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
     chunk_size: int = 0,
@@ -184,8 +184,8 @@ def state_space_scan(
 ) -> Any:
     """Mamba-2: a node decays the state by its own step size, and adds to it.
 
-    Step sizes are not clamped to `dt_limit`: the host clamps them for several tokens, but not for one token, and plain
-    decoding runs one.
+    Step sizes are not clamped to `dt_limit`: transformers clamps them for several tokens, but not for one token, and
+    plain decoding runs one.
 
     Args:
         nodes: of the round.
@@ -195,14 +195,14 @@ def state_space_scan(
         A: [heads].
         B: [batch, new, groups, N].
         C: [batch, new, groups, N].
-        chunk_size: of the host's implementation; ignored.
+        chunk_size: of transformers' implementation; ignored.
         D: [heads].
         dt_bias: [heads].
         initial_states: [batch, heads, P, N], before the root.
         dt_softplus: whether softplus is applied to step sizes.
         dt_limit: ignored, see above.
         return_final_states: whether `initial_states` is returned too, unchanged.
-        kwargs: other arguments of the host; ignored.
+        kwargs: other arguments of transformers; ignored.
 
     Returns:
         [batch, new, heads, P], and with `return_final_states` `initial_states`.
@@ -247,7 +247,7 @@ def selective_scan(
 
     Args:
         nodes: of the round.
-        layer: that it belongs to. Its state is read here, since the host does not pass it.
+        layer: that it belongs to. Its state is read here, since transformers does not pass it.
         hidden_states: [batch, channels, new].
         dt: step sizes [batch, channels, new].
         A: [channels, N].
@@ -258,7 +258,7 @@ def selective_scan(
         delta_bias: [channels].
         delta_softplus: whether softplus is applied to step sizes.
         return_last_state: whether the layer's state is returned too, unchanged.
-        kwargs: other arguments of the host; ignored.
+        kwargs: other arguments of transformers; ignored.
 
     Returns:
         [batch, channels, new], and with `return_last_state` the layer's state [batch, channels, N].

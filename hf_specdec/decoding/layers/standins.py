@@ -1,8 +1,8 @@
-"""Functions of the host that run on rows of tokens, and our replacements for forwards that run on a tree.
+"""Functions of transformers that run on rows of tokens, and our replacements for forwards that run on a tree.
 
-The host looks these functions up by name, in the Python module of each family, when it calls them. `install` binds each
-name once and permanently to a function that checks whether this thread's forward runs on a tree: then our function
-runs, otherwise the host's own, with the kernel that the host has chosen.
+transformers looks these functions up by name, in the Python module of each family, when it calls them. `install` binds
+each name once and permanently to a function that checks whether this thread's forward runs on a tree: then our function
+runs, otherwise transformers' own, with the kernel that transformers has chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_STATES: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": rules.selective_scan,
     "torch_chunk_gated_delta_rule": rules.delta_rule,
 }
-# Functions of positions; ours are called with the nodes of the round and the host's function.
+# Functions of positions; ours are called with the nodes of the round and transformers' function.
 OF_POSITIONS: dict[str, Callable[..., Any]] = {
     "build_alibi_tensor": places.alibi,
     "build_mpt_alibi_tensor": places.alibi_of_one_row,

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from hf_specdec.decoding.host import cache_name
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes, on_token_rows
 from hf_specdec.decoding.layers.recurrent import RecurrentLayer, copy_flags
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.upstream import cache_name
 
 
 @once_per_model

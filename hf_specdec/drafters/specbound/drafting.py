@@ -33,9 +33,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import RoundState

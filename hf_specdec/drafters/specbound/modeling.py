@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.draft_logits import AnnealedConfidenceLogitsProcessor, check_annealing
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor, check_annealing
 from hf_specdec.decoding.modules import apply_head, has_plain_weight
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.config import TargetFields

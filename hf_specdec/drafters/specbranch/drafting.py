@@ -1,6 +1,6 @@
 """The draft model's side of SpecBranch: its text, its cache, and its branches as a tree of Python lists per row.
 
-`BranchDrafting` runs during verification, in a thread (`worker.py`). Its messages are small: the tokens that a round
+`BranchDrafting` runs during verification, in a thread (`generator.py`). Its messages are small: the tokens that a round
 emitted, and the chain to verify next. Source: SpecBranch, Section 5.2, Algorithm 1 and Figures 8 and 9 of its appendix.
 
 The entries of one row's round in the draft model's cache, after the text: the root; the chain that is being verified,

@@ -1,7 +1,7 @@
 """SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which predicts draft lengths.
 
 Only H-RAD is trained; the draft model is any causal language model with the target's tokenizer. The two sides of a call
-are in `worker.py` (the target's) and `drafting.py` (the draft model's). Source: SpecBranch, Sections 5.1 and 5.2.
+are in `generator.py` (the target's) and `drafting.py` (the draft model's). Source: SpecBranch, Sections 5.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.drafting import CONFIDENCE
-from hf_specdec.drafters.specbranch.worker import SpecBranchGenerator
+from hf_specdec.drafters.specbranch.generator import SpecBranchGenerator
 from hf_specdec.drafters.wrapped import has_adapters, merged_adapters, unwrapped
 
 NUM_CLASSES = 3  # of H-RAD: all reject, by confidence, all accept

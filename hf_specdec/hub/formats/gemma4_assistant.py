@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading, check_sizes
-from hf_specdec.hub.formats.keys import HOST, OURS, Section
+from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ _TEXT = Section(
         "num_kv_shared_layers", "per_layer_config",
     )),
     # Those of experts and of per-layer inputs matter where these are switched on.
-    idle=HOST | {
+    idle=TRANSFORMERS | {
         "max_position_embeddings", "moe_intermediate_size", "num_experts", "top_k_experts",
         "vocab_size_per_layer_input",
     },
@@ -160,7 +160,7 @@ GEMMA4_ASSISTANT = Format(
     Section(
         OURS.union(("backbone_hidden_size", "tie_word_embeddings", "use_ordered_embeddings", *_CLUSTERS)),
         # Tokens of the target's, and a number of drafts of other readers.
-        HOST | {*_TOKENS, "block_size"},
+        TRANSFORMERS | {*_TOKENS, "block_size"},
         nested={"text_config": _TEXT},
     ),
     check=check,
@@ -174,6 +174,6 @@ OWN_KEYS = Section(
         "num_attention_heads", "num_centroids", "num_global_key_value_heads", "num_hidden_layers",
         "num_key_value_heads", "rms_norm_eps", "sliding_window", "target_model_type", "vocab_size",
     )),
-    HOST,
+    TRANSFORMERS,
     nested={"rope_parameters": GEMMA4_ROPES},
 )  # fmt: skip

@@ -87,7 +87,7 @@ def _unknown(section: Section, fields: Config, place: str) -> Iterator[tuple[str
 
 
 # Keys that transformers, or an earlier version of it, writes into every config, and that no drafter uses.
-HOST = frozenset(
+TRANSFORMERS = frozenset(
     (
         # About the file and the outputs.
         "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type", "name_or_path",
@@ -150,4 +150,4 @@ def decoder(
 ) -> Section:
     """The section of a decoder's config with further keys."""
     limited = {key: values for key, values in {**WHOLE_ROTARY, **(only or {})}.items() if key not in idle}
-    return Section(DECODER.union(read), HOST | EXPERTS.union(idle), limited, {**ROPES, **(nested or {})})
+    return Section(DECODER.union(read), TRANSFORMERS | EXPERTS.union(idle), limited, {**ROPES, **(nested or {})})

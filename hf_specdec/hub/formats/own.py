@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, as_it_is
-from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
+from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS, Section, decoder
 
 PREFIX = "hf_specdec_"
 
@@ -25,10 +25,10 @@ def own_layout(family: str, config_class: Any, keys: Section | None = None, **pa
         keys: the keys where they do not follow from the config class, such as nested ones.
         parts: other attributes of the `Format`.
     """
-    arguments = {field.name for field in dataclasses.fields(config_class)} - HOST
+    arguments = {field.name for field in dataclasses.fields(config_class)} - TRANSFORMERS
     if keys is None and "num_attention_heads" in arguments:
         keys = decoder(*arguments, *OURS)
-    return Format(family, family, as_it_is, keys or Section(OURS.union(arguments), HOST), **parts)
+    return Format(family, family, as_it_is, keys or Section(OURS.union(arguments), TRANSFORMERS), **parts)
 
 
 def find_own_layout(config: Config, name: str, registered: Iterable[Format]) -> Format | None:

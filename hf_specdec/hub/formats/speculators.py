@@ -18,7 +18,7 @@ from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import with_heads
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
-from hf_specdec.hub.formats.keys import HOST, Section, decoder
+from hf_specdec.hub.formats.keys import TRANSFORMERS, Section, decoder
 from hf_specdec.hub.formats.mtp import NEEDED as NEEDED_BY_MTP
 
 # Of the training class.
@@ -318,7 +318,7 @@ def _keys(*read: str, layer: Section) -> Section:
     """The keys of a config with this layer config."""
     return Section(
         frozenset(("draft_vocab_size", "speculators_model_type", "target_hidden_size", *read)),
-        HOST.union(("embed_requires_grad", "speculators_version", *_OF_THE_CLASS)),
+        TRANSFORMERS.union(("embed_requires_grad", "speculators_version", *_OF_THE_CLASS)),
         nested={"speculators_config": _DRAFTING, "transformer_layer_config": layer},
     )
 

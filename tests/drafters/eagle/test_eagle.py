@@ -100,7 +100,7 @@ def test_outputs_equal_the_equations() -> None:
     found = drafter(embeddings, states, torch.arange(9)[None], is_causal=True)[0]
     torch.testing.assert_close(
         found, equations(drafter, embeddings[0], states[0]), rtol=1e-3, atol=5e-5
-    )  # the host rotates in float32
+    )  # transformers rotates in float32
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.formats import gemma4_assistant as layout
 from hf_specdec.hub.loading import make_blueprint
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.hub.layouts import as_gemma4_assistant, save
 from tests.methods import make_eagle3, make_gemma4_assistant, make_ngram
 from tests.targets import PAD, PROMPTS, WINDOW, fresh_target, make_target, one_prompt, ragged_prompts
@@ -486,7 +486,7 @@ def test_target_with_vision_is_read_through_its_language_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies")
-@pytest.mark.parametrize("loop", [nullcontext, hosts_loop])
+@pytest.mark.parametrize("loop", [nullcontext, assisted_loop])
 def test_merged_with_others_it_drafts_in_both_loops(loop: Any) -> None:
     target = target_of("shares")
     drafter = MergedDrafter(drafter_of(target), make_eagle3(target).double(), make_ngram(target), tree_budget=12)

@@ -26,8 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_specdec import load_drafter
+from hf_specdec.decoding.draft_logits import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.exchange import Committed
-from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

@@ -9,7 +9,7 @@ forward.
 
 The graphs of a model share one memory pool: only one of them runs at a time, and their outputs are copied out of it, so
 that the temporary tensors of all shapes may lie at the same addresses. A drafter has a pool of its own, because it may
-run beside its target (`drafters/beside.py`).
+run beside its target (`drafters/drafting_thread.py`).
 
 A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
 a GPU replace the graph by an emulation; the speed on a GPU has not been measured.
@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.attention import own_implementation
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.host import experts_of
 from hf_specdec.decoding.rotary import rotary_limits
+from hf_specdec.decoding.upstream import experts_of
 
 logger = logging.getLogger(__name__)
 

@@ -159,7 +159,7 @@ def mllama() -> PreTrainedModel:
 
 
 @pytest.mark.skipif(IN_OLDEST, reason="Mllama of this transformers cannot run several tokens after cached ones")
-@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # of older hosts
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # of older versions
 def test_cross_attention_to_an_image_runs_chains() -> None:
     image = {
         "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, dtype=torch.float64),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.drafters.beside import DraftingThread
+from hf_specdec.drafters.drafting_thread import DraftingThread
 from tests import stand_in
 
 

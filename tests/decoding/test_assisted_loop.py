@@ -29,7 +29,7 @@ from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
-from hf_specdec.integration import hosts_loop
+from hf_specdec.integration import assisted_loop
 from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_causal_lm_chain
@@ -82,17 +82,17 @@ def test_both_loops_give_the_tokens_of_plain_decoding(method: str, padded: bool)
     drafter, alone = drafter_of(method, target), target.generate(**prompts, **GREEDY)
     assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     ours = drafter.stats.per_step_accepted
-    with hosts_loop():
+    with assisted_loop():
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     if method in CHAINS:
-        # At the end of a text the host's loop drafts no more than it has room for.
+        # At the end of a text transformers' loop drafts no more than it has room for.
         assert drafter.stats.per_step_accepted[0][:-1] == ours[0][: len(drafter.stats.per_step_accepted[0]) - 1]
     assert drafter.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("make", [gpt_neo, opt])
 @pytest.mark.parametrize("method", METHODS)
-def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
+def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_assisted_loop(method: str, make: Any) -> None:
     target, prompts = make(), PROMPTS["batch of one"]()
     if method == "merged_three":
         pytest.skip("it has a draft model in it, which is run on trees in any loop; merged has not")
@@ -112,12 +112,12 @@ def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(met
     else:
         drafter = drafter_of(method, target)
     alone = target.generate(**prompts, **GREEDY)
-    with hosts_loop():
+    with assisted_loop():
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_draft_tokens > 0
 
 
-def test_generators_are_the_hosts_candidate_generators() -> None:
+def test_generators_are_transformers_candidate_generators() -> None:
     target = make_target("llama", "sdpa")
     for method in METHODS:
         generator = drafter_of(method, target).candidate_generator(TargetModel(target))
@@ -131,7 +131,7 @@ def test_accepted_lengths_are_those_of_the_script() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     per_round = [3, 0, 5, 1, 2]
-    with hosts_loop():
+    with assisted_loop():
         drafter = right_for(per_round, alone, siblings=0)
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     accepted = drafter.stats.per_step_accepted[0]
@@ -142,7 +142,7 @@ def test_accepted_lengths_are_those_of_the_script() -> None:
 def test_sampled_tokens_follow_the_target(drawn: bool) -> None:
     target = sampled_target()
     drafter = make_causal_lm_chain(target, seed=1) if drawn else fixed_tree([3, 4, 5], [0, 1, 2])
-    with hosts_loop():
+    with assisted_loop():
         settings = {"max_new_tokens": DEPTH, "assistant_model": drafter, **arguments_of("plain")}
         rows = [target.generate(torch.tensor([PROMPT]), **settings)[:, len(PROMPT) :] for _ in range(300)]
     assert_follows(count(torch.cat(rows)), enumerate_law(target, PROMPT, "plain"))
@@ -180,7 +180,7 @@ def test_texts_end_where_plain_decoding_ends(make: Any, eos: bool) -> None:
         alone = target.generate(**prompts, **settings)
         for right in (1, 4):
             drafter = right_for(right, script, siblings=0)
-            with hosts_loop():
+            with assisted_loop():
                 assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
@@ -191,7 +191,7 @@ def test_nothing_is_drafted_behind_the_last_learned_position() -> None:
     positions = target.transformer.wpe
     positions.weight.data = positions.weight.data[: script.shape[1] - 1]  # the last token is not run
     drafter = right_for(5, script, siblings=0)
-    with hosts_loop():
+    with assisted_loop():
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == script.tolist()
     assert drafter.stats.num_accepted_draft_tokens > 0
 
@@ -202,7 +202,7 @@ def test_drafters_are_told_the_positions_of_the_text(padding: int) -> None:
     prompts = {name: torch.nn.functional.pad(part, (padding, 0)) for name, part in prompts.items()}
     script = target.generate(**prompts, **GREEDY)
     drafter = right_for([2, 0, 5, 1], script, siblings=0)
-    with hosts_loop():
+    with assisted_loop():
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
     told = [
         (token, position)
@@ -242,7 +242,7 @@ def test_nothing_is_drafted_with_criteria_that_the_host_calls_late() -> None:
 
 
 def test_targets_with_their_own_cache_decode_plainly_and_warn() -> None:
-    # The host's loop cannot cut back what they store.
+    # transformers' loop cannot cut back what they store.
     config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     target, prompts = _tiny(transformers.RwkvForCausalLM(config)), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
@@ -379,7 +379,7 @@ def test_the_bundled_pairs_give_the_tokens_of_plain_decoding_in_both_loops(
     alone = target.generate(**prompt, **GREEDY)
     with always_drafting():
         assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-        with hosts_loop():
+        with assisted_loop():
             assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_accepted_draft_tokens > 0
 
@@ -449,7 +449,7 @@ def test_turns_on_one_cache_equal_plain_decoding(family: str, right: Any) -> Non
 def test_turns_on_one_cache_equal_plain_decoding_for_drafters_with_features(method: str) -> None:
     target = make_target("llama", "sdpa")
     alone, drafter = in_turns(target, lambda turn, found: None), drafter_of(method, target)
-    with hosts_loop():
+    with assisted_loop():
         torch.testing.assert_close(in_turns(target, lambda turn, found: drafter), alone)
     assert drafter.stats.num_draft_tokens > 0
 
@@ -482,7 +482,7 @@ def test_prompts_given_as_embeddings_equal_plain_decoding(method: str, padding: 
     mask[:, :padding] = 0
     settings = {**GREEDY, "inputs_embeds": target.get_input_embeddings()(ids), "attention_mask": mask}
     alone, drafter = target.generate(**settings), drafter_of(method, target)
-    with hosts_loop():
+    with assisted_loop():
         assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
     assert (drafter.stats.num_draft_tokens > 0) == (padding == 0 and method != "specbound")
 

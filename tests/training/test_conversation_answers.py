@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_specdec.training.answers import AnswerSettings
-from hf_specdec.training.chat import REQUESTS, read_conversations, write_answers, write_invented
+from hf_specdec.training.answer_files import AnswerSettings
 from hf_specdec.training.continuation import Prompt, buffered_cache, continued
+from hf_specdec.training.conversation_answers import REQUESTS, read_conversations, write_answers, write_invented
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
 from tests.targets import EOS, HYBRIDS, VOCAB, fresh_target, make_target

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.adaptation.base import LearningDrafter, recipe_for
 from hf_specdec.adaptation.learner import Learner, Update
-from hf_specdec.adaptation.learning_drafter import LearningDrafter, recipe_for
 from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult, check_at_least
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator

@@ -1,8 +1,8 @@
-"""The arguments of a decoding step besides tokens, mask and cache, found by calling the host's own code once.
+"""The arguments of a decoding step besides tokens, mask and cache, found by calling transformers' own code once.
 
 Families differ: PaliGemma counts positions from 1; GPT-2 adds an embedding of the token type; any target may get
 arguments that `generate` passes on from its caller. A round runs several steps in one forward, so each node must get
-the arguments that the host would have passed in that step.
+the arguments that transformers would have passed in that step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specdec.decoding.host import arguments_of_prompt, cache_name, next_inputs, prefill
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, undisturbed
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows
+from hf_specdec.decoding.upstream import arguments_of_prompt, cache_name, next_inputs, prefill
 
 # Arguments that rounds set themselves.
 _SET_BY_ROUNDS = frozenset(
@@ -37,7 +37,7 @@ class NextStep:
     """Arguments of the step after the prefill; later steps differ only in their positions.
 
     Attributes:
-        positions: [batch] int64, of the first generated token, on the first axis; None if the host passes none.
+        positions: [batch] int64, of the first generated token, on the first axis; None if transformers passes none.
         token_types: by argument name [batch, 1] int64, the same for all generated tokens.
         switches: other arguments, which are not tensors.
         axes: [axes, batch, 1] int64, what each axis of the positions adds to the first one; None if there are no axes.
@@ -72,7 +72,7 @@ class NextStep:
 def next_step(
     model: PreTrainedModel, outputs: Any, input_ids: Tensor, cache: Cache, model_kwargs: dict[str, Any]
 ) -> NextStep:
-    """The arguments that the host would pass in the step after the prefill.
+    """The arguments that transformers would pass in the step after the prefill.
 
     Args:
         model: the target.

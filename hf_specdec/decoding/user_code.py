@@ -1,9 +1,9 @@
-"""Which processors and criteria are known to be stateless: classes of the host that look at each row by itself.
+"""Which processors and criteria are known to be stateless: classes of transformers that look at each row by itself.
 
 A known class computes each row of its result from the ids and scores of that row alone, and keeps nothing from call to
 call. So it may be called in any order, for drafts that are refused, and in a batch whose other rows are something else.
 Everything else is user code: it may keep a flag, a matcher or counts per row, or judge all rows together, so it must
-see the calls of plain decoding and no others. That includes subclasses, functions, the host's own classes with state
+see the calls of plain decoding and no others. That includes subclasses, functions, transformers' own classes with state
 (SynthID watermarks, classifier-free guidance) and a `prefix_allowed_tokens_fn`, which is the caller's function. A class
 whose author knows better says so by an attribute `keeps_no_state = True`.
 """

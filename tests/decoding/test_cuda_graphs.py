@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding import devices, graphs, loop
+from hf_specdec.decoding import cuda_graphs, devices, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
@@ -72,7 +72,7 @@ class Replaying:
     replays = 0
     alive: ClassVar[weakref.WeakSet[Replaying]] = weakref.WeakSet()
 
-    def __init__(self, forward: graphs.Forward, pool: Any = None) -> None:
+    def __init__(self, forward: cuda_graphs.Forward, pool: Any = None) -> None:
         assert pool is None or any(graph.pool is pool for graph in Replaying.alive), "a pool ends with its last graph"
         Replaying.made += 1
         Replaying.alive.add(self)
@@ -80,7 +80,7 @@ class Replaying:
         with Reads() as reads:
             forward()
         lasting: set[int] = set()
-        for workspace in graphs._WORKSPACES.values():
+        for workspace in cuda_graphs._WORKSPACES.values():
             lasting |= workspace.persistent_storages
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
@@ -98,19 +98,19 @@ class Replaying:
 def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards on the CPU are captured too, by the stand-in."""
     monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities(groups_heads=True))
-    monkeypatch.setattr(graphs, "make_graph", Replaying)
-    monkeypatch.setattr(graphs, "can_capture", lambda device: True)
-    monkeypatch.setattr(graphs, "_WORKSPACES", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(graphs, "_REFUSED", weakref.WeakSet())
+    monkeypatch.setattr(cuda_graphs, "make_graph", Replaying)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "_WORKSPACES", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(cuda_graphs, "_REFUSED", weakref.WeakSet())
     # On a CPU the same option would have torch compile the forward.
-    monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: graphs.run)
+    monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: cuda_graphs.run)
 
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small buckets, so that prefixes outgrow them."""
     capture_on_cpu(monkeypatch)
-    monkeypatch.setattr(graphs, "FIRST_PREFIX", 16)
+    monkeypatch.setattr(cuda_graphs, "FIRST_PREFIX", 16)
     Replaying.made = Replaying.replays = 0
 
 
@@ -184,7 +184,7 @@ def test_graphs_of_a_model_share_a_memory_pool() -> None:
     drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
     pools = {
-        model: [captured.graph.pool for captured in graphs._WORKSPACES[model]._captured.values() if captured.graph]
+        model: [captured.graph.pool for captured in cuda_graphs._WORKSPACES[model]._captured.values() if captured.graph]
         for model in (target, drafter)
     }
     assert all(len(own) > 1 and len(set(own)) == 1 for own in pools.values())
@@ -198,7 +198,7 @@ def test_a_draft_model_has_a_graph_per_level_and_prefix_and_later_calls_make_non
     drafter: Any = compiling(METHODS[method](target, noise=0.02))
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert any(3 in row for row in drafter.stats.per_step_accepted)  # a leaf, which is run with the next root
-    own = graphs._WORKSPACES[drafter.model]._captured
+    own = cuda_graphs._WORKSPACES[drafter.model]._captured
     # The root alone or behind one or two that rows lag, and two levels; 9 + 16 tokens take prefixes of 16 and 32.
     assert len(own) <= 2 * 5
     assert all(captured.graph is not None for captured in own.values())
@@ -254,12 +254,12 @@ def test_usual_budgets_are_captured_without_padding(budget: int) -> None:
     with hook:
         target.generate(**prompts, **(GREEDY | {"max_new_tokens": 3}), assistant_model=drafter)
     assert widths == {prompts["input_ids"].shape[1], 1 + budget}
-    assert budget in graphs.DRAFT_SIZES  # the table from which policies choose
+    assert budget in cuda_graphs.DRAFT_SIZES  # the table from which policies choose
 
 
 @pytest.mark.slow
 def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_CAPTURED", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST_CAPTURED", 2)
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     drafters = [compiling(right_for(count, alone.sequences)) for count in (1, 5, 9)]
@@ -272,15 +272,15 @@ def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeyp
 
 
 def test_buffers_of_few_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_SLAB_SHAPES", 2)
-    target, take, taken = fresh_target("llama", "sdpa"), graphs.Workspace.take, []
+    monkeypatch.setattr(cuda_graphs, "MOST_SLAB_SHAPES", 2)
+    target, take, taken = fresh_target("llama", "sdpa"), cuda_graphs.Workspace.take, []
 
     def taking(*arguments: Any) -> Tensor:
         slab = take(*arguments)
         taken.append(weakref.ref(slab))
         return slab
 
-    monkeypatch.setattr(graphs.Workspace, "take", taking)
+    monkeypatch.setattr(cuda_graphs.Workspace, "take", taking)
     for length in (4, 40, 80, 160):
         ids = torch.full((1, length), 5)
         settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -305,13 +305,13 @@ def test_rounds_are_captured_again_after_a_lack_of_memory(
 ) -> None:
     target, prompts, lacking = fresh_target("llama", "sdpa"), PROMPTS["batch of one"](), [error]
 
-    def make_graph(forward: graphs.Forward, pool: Any) -> Replaying:
+    def make_graph(forward: cuda_graphs.Forward, pool: Any) -> Replaying:
         if lacking:
             raise lacking.pop()
         return Replaying(forward, pool)
 
     alone = target.generate(**prompts, **GREEDY)
-    monkeypatch.setattr(graphs, "make_graph", make_graph)
+    monkeypatch.setattr(cuda_graphs, "make_graph", make_graph)
     drafter = compiling(right_for(3, alone.sequences))
     with caplog.at_level(logging.WARNING):
         assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
@@ -347,14 +347,14 @@ def test_text_longer_than_the_buffers_grows_them() -> None:
 def test_forward_that_cannot_be_captured_runs_on_the_same_buffers_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(forward: graphs.Forward, pool: Any) -> graphs.Graph:
+    def fails(forward: cuda_graphs.Forward, pool: Any) -> cuda_graphs.Graph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     outputs: list[list[Tensor]] = []
     for make in (Replaying, fails):
-        monkeypatch.setattr(graphs, "make_graph", make)
-        graphs._WORKSPACES.clear()
+        monkeypatch.setattr(cuda_graphs, "make_graph", make)
+        cuda_graphs._WORKSPACES.clear()
         seen: list[Tensor] = []
         original = TargetModel.verify
 
@@ -739,9 +739,9 @@ def test_rotary_embeddings_that_depend_on_the_length_are_not_captured(
 
 def test_rotary_embeddings_are_checked_for_each_type_of_layer() -> None:
     target, cpu = fresh_target("gemma3", "sdpa"), torch.device("cpu")
-    assert graphs.obstacle(target, cpu) is None
+    assert cuda_graphs.obstacle(target, cpu) is None
     target.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
-    assert "rope_type='dynamic'" in str(graphs.obstacle(target, cpu))
+    assert "rope_type='dynamic'" in str(cuda_graphs.obstacle(target, cpu))
 
 
 def test_calls_under_autocast_are_not_captured() -> None:
@@ -811,7 +811,7 @@ class FakeStream:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs.capture_stream.cache_clear()
+    cuda_graphs.capture_stream.cache_clear()
     cuda = FakeCuda(monkeypatch, fails=fails)
     seen: list[str] = []
 
@@ -823,11 +823,11 @@ def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, m
         return (made[-1],)
 
     with pytest.raises(RuntimeError, match="during capture") if fails else nullcontext():
-        graph = graphs.CudaGraph(forward, pool="shared")
+        graph = cuda_graphs.CudaGraph(forward, pool="shared")
         assert graph.outputs[0].tolist() == [3]
         assert graph.outputs[0].data_ptr() != made[-1].data_ptr()  # which lies in the pool
         assert graph.pool == "pool of the graph"
-    graphs.capture_stream.cache_clear()
+    cuda_graphs.capture_stream.cache_clear()
     assert seen == ["captures on 1"] * 3
     assert cuda.captures[0]["pool"] == "shared"
     assert cuda.captures[0]["capture_error_mode"] == "thread_local"  # other threads draft and learn meanwhile
@@ -836,7 +836,7 @@ def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, m
 
 def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the stream of captures, on which the warm-up of one would become a part of the other's graph."""
-    graphs.capture_stream.cache_clear()
+    cuda_graphs.capture_stream.cache_clear()
     FakeCuda(monkeypatch, fails=False)
     inside, met = threading.Semaphore(1), []
 
@@ -846,18 +846,18 @@ def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         inside.release()
         return ()
 
-    threads = [threading.Thread(target=graphs.CudaGraph, args=(forward,)) for _ in range(2)]
+    threads = [threading.Thread(target=cuda_graphs.CudaGraph, args=(forward,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    graphs.capture_stream.cache_clear()
+    cuda_graphs.capture_stream.cache_clear()
     assert met == [False] * 6
 
 
 def test_second_call_at_the_same_time_is_not_captured() -> None:
     target = make_target("llama", "sdpa")
-    workspace = graphs.workspace_of(target, torch.device("cpu"), "reduce-overhead")
+    workspace = cuda_graphs.workspace_of(target, torch.device("cpu"), "reduce-overhead")
     assert workspace is not None
     owner = TargetModel(target)
     assert workspace.claim(owner, target)
@@ -886,9 +886,11 @@ def test_other_modes_are_refused() -> None:
 
 
 def test_compiled_forward_gives_the_targets_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = torch.compile(graphs.run, dynamic=True, backend="eager")  # traced as for kernels, without making any
+    compiled = torch.compile(
+        cuda_graphs.run, dynamic=True, backend="eager"
+    )  # traced as for kernels, without making any
     monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: compiled)
-    monkeypatch.setattr(graphs, "can_capture", lambda device: False)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda device: False)
     target, prompts = fresh_target("llama", "sdpa", num_hidden_layers=2), PROMPTS["batch of one"]()
     settings = {**GREEDY, "max_new_tokens": 5}
     alone = target.generate(**prompts, **settings)

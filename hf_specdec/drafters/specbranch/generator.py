@@ -26,8 +26,8 @@ from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.beside import DraftingThread
 from hf_specdec.drafters.context import last_features
+from hf_specdec.drafters.drafting_thread import DraftingThread
 from hf_specdec.drafters.specbranch.drafting import (
     ALL_ACCEPT,
     ALL_REJECT,
@@ -117,7 +117,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
-        if self.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
+        if self.parallel and self.assisted is None and (can.host_memory or can.works_ahead):
             self.thread = DraftingThread(draft_model.device, self.device, options.worker_threads)
             if self.device.type == "cpu" == draft_model.device.type:
                 self._share_cores()

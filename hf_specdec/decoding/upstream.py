@@ -1,4 +1,4 @@
-"""Every private name of transformers (the host) that we use, and a check of the signatures that we expect."""
+"""Every private name of transformers that we use, and a check of the signatures that we expect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformers.utils import logging
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
 
-# A layer of the host's cache that stores nothing; transformers 5.17 does not have it.
+# A layer of transformers' cache that stores nothing; transformers 5.17 does not have it.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
 CACHE = "past_key_values"  # the argument for the cache in most forwards
@@ -56,7 +56,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def check_host() -> None:
+def check_signatures() -> None:
     """Raises ImportError if functions of the installed transformers have other parameters than those in `EXPECTED`."""
     for name, (owner, expected) in EXPECTED.items():
         function = getattr(owner, name, None)
@@ -92,7 +92,7 @@ def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 def assist(model: PreTrainedModel, input_ids: Tensor, generator: CandidateGenerator, **kwargs: Any) -> Any:
-    """The host's own assisted decoding, with the arguments of `_assisted_decoding`."""
+    """Transformers' own assisted decoding, with the arguments of `_assisted_decoding`."""
     return model._assisted_decoding(input_ids, assistant_model=generator, **kwargs)
 
 
@@ -123,7 +123,7 @@ def whole_text_inputs(model: PreTrainedModel, input_ids: Tensor, more: Mapping[s
     """
     arguments: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
     for name, value in more.items():
-        if name.endswith("token_type_ids"):  # the host extends them, by zeros or their last value
+        if name.endswith("token_type_ids"):  # transformers extends them, by zeros or their last value
             new = value[:, -1:] if name == "token_type_ids" else value.new_zeros(1, 1)
             value = torch.cat([value, new.expand(-1, input_ids.shape[1] - value.shape[1])], 1)
         arguments[name] = value
@@ -179,7 +179,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 @once_per_model
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether a family stores everything in the host's DynamicCache."""
+    """Whether a family stores everything in transformers' DynamicCache."""
     parameters = inspect.signature(model.forward).parameters
     # A class of the caller may pass all arguments on as **kwargs.
     given = cache_name(model) in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -212,7 +212,7 @@ def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
 
 @once_per_model
 def cache_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of the cache that the host would make for a model; only for inspection."""
+    """The layers of the cache that transformers would make for a model; only for inspection."""
     return list(DynamicCache(config=model.config).layers)
 
 
@@ -234,7 +234,7 @@ def pad_token_id(config: GenerationConfig) -> int | None:
 
 
 def looks_attention_up(model: PreTrainedModel) -> bool:
-    """Whether a family looks its attention up in the host's `AttentionInterface`."""
+    """Whether a family looks its attention up in transformers' `AttentionInterface`."""
     return bool(model._supports_attention_backend)
 
 
@@ -267,7 +267,7 @@ def experts_of(config: PreTrainedConfig) -> str | None:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether the host marks a family as having states that cannot be cropped."""
+    """Whether transformers marks a family as having states that cannot be cropped."""
     return bool(model._is_stateful)
 
 
@@ -276,8 +276,8 @@ def load_part(
 ) -> list[str]:
     """Loads tensors that a checkpoint of a model could have for one of its submodules, into another module.
 
-    The host's loader renames and joins them as it does for the model itself, whose checkpoints may store experts one by
-    one or have other names than its modules.
+    transformers' loader renames and joins them as it does for the model itself, whose checkpoints may store experts one
+    by one or have other names than its modules.
 
     Args:
         model: stays as it is.
