@@ -272,6 +272,22 @@ def test_padding_changes_no_draft(family: str, targets: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_behind_a_given_cache_a_window_holds_as_many_tokens_as_ever(targets: Any) -> None:
+    made, row = targets("mellum"), FAMILIES["mellum"]
+    assert row.window is not None
+    text = one_prompt(length=4 * row.window)["input_ids"]
+    cache = made.target(text[:, : 2 * row.window]).past_key_values
+    watched = Watched(load_drafter("mtp", made.target, depth=3, top_k=1, tree_budget=3))
+    output = made.target.generate(text, **GREEDY, past_key_values=cache, assistant_model=watched)
+    assert len(watched.rounds) > 4
+    for drafted in watched.rounds:
+        # It has read as many tokens as the window holds, so that those before have no effect.
+        expected = expected_chain(made, output[:, : drafted.context.lengths[0]], 3, row)
+        assert drafted.tree.token_ids[0, 1:].tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_and_drafts_are_made(family: str, targets: Any) -> None:
     target = targets(family).target
