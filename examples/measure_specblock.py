@@ -71,7 +71,7 @@ def main() -> None:
     by_blocks = {f"{blocks} blocks of {drafter.config.block_size}": measure(drafter, blocks) for blocks in BLOCKS}
     drafter.set_options(**options)
     by_shape = {}
-    vocabulary = drafter.target_ids(torch.arange(drafter.config.draft_vocab_size, device=DEVICE)).cpu()
+    vocabulary = drafter.target_ids.cpu()
     for blocks, size in SHAPES:
         torch.manual_seed(0)
         other = new_drafter(model, vocabulary, block_size=size).to(DEVICE).eval()

@@ -1,8 +1,9 @@
 """Causal language models as drafters: any model with the target's tokenizer, drafting chains or trees.
 
-The draft model runs its unfinished draft with `TargetModel.verify`, one forward per level (captured, if the target's
-are), and its cache holds the earlier levels. A round begins with the root, preceded by the last committed token if that
-was a leaf, which was drafted but never run. `hub/loading.py` finds the files and checks that they are complete.
+The draft model is run as targets are (`DraftModel` is a `TargetModel`): one forward per level verifies the unfinished
+draft (captured, if the target's are), and its cache holds the earlier levels. A round first runs the root; if the last
+accepted token was a leaf of the tree, which the draft model has not run yet, it runs that token too.
+`hub/loading.py` finds the files and checks that they are complete.
 
 Source: chains: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees: the shape of EAGLE-2, arXiv
 2406.16858, Section 4 (`growth.py`), with a complete language model as drafter. Stopping by entropy: AdaEDL, arXiv
@@ -109,11 +110,6 @@ class CausalLMOptions(TreeOptions):
                 raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no limit.")
         if not is_number(self.entropy_weight) or not 0 < self.entropy_weight < float("inf"):
             raise ValueError(f"entropy_weight={self.entropy_weight!r} must be a positive number.")
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether any path may end before `depth`."""
-        return self.min_confidence is not None or self.min_acceptance is not None
 
     @property
     def least_log_path(self) -> float:
@@ -492,11 +488,6 @@ class ChainGenerator(DraftModelGenerator):
         self.num_run = 0  # nodes of the chain, root included, that the draft model has run
         # [batch] each, the probabilities of the latest chain's tokens; empty if nothing asked for them.
         self.own_probs: list[Tensor] = []
-        self.longest_chain: DraftTree | None = None
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        self.longest_chain = None
 
     def keep_accepted(self, committed: Committed) -> None:
         assert committed.path is not None
@@ -520,7 +511,7 @@ class ChainGenerator(DraftModelGenerator):
         options, least, self.own_probs = self.options, context.least_prob, []
         most = options.depth if context.node_limit is None else min(options.depth, context.node_limit)
         sampled = context.choice.do_sample and options.sample_drafts
-        watched = options.may_stop or least is not None
+        needs_probs = any(limit is not None for limit in (options.min_confidence, options.min_acceptance, least))
         while True:
             if sampled:
                 # Rows with non-finite logits get no draft, but must have a distribution.
@@ -533,7 +524,7 @@ class ChainGenerator(DraftModelGenerator):
                 scores, chosen = logits, top.indices
             token_ids = torch.cat([token_ids, chosen], dim=1)
             self.num_run = token_ids.shape[1] - 1
-            if watched:
+            if needs_probs:
                 log_probs = scores.log_softmax(-1)
                 own = log_probs.gather(1, chosen).squeeze(1)
                 self.own_probs.append(own.exp())
@@ -541,13 +532,13 @@ class ChainGenerator(DraftModelGenerator):
                 break
             # The decision to continue must not depend on the next token: else the remaining drafts would have another
             # distribution than the recorded one.
-            if watched:
+            if needs_probs:
                 log_path = log_path + own
                 active = active & (log_path >= options.least_log_path) & options.certain(log_probs)
                 active = active & (own.exp() >= (least or 0.0))
                 if not bool(active.any()):
                     break
-            chain = self._chain(token_ids)
+            chain = DraftTree.chain(token_ids)
             logits = self.drafter.verify(chain, root_positions, first=self.num_run).logits[:, -1]
             self.drafter.cache.continue_round(1)
             self.num_run += 1
@@ -570,20 +561,6 @@ class ChainGenerator(DraftModelGenerator):
         if probs is not None:
             probs = pad(probs, (1, 0), value=1.0)
         return NodeNotes(probs, tree.depths)  # one forward per token
-
-    def _chain(self, token_ids: Tensor) -> DraftTree:
-        """The chain of these tokens, with slices of a structure that is built once per call."""
-        batch, nodes = token_ids.shape
-        if self.longest_chain is None:
-            self.longest_chain = DraftTree.chain(token_ids.new_zeros(batch, self.options.depth))
-        longest = self.longest_chain
-        return replace(
-            longest,
-            token_ids=token_ids,
-            depths=longest.depths[:, :nodes],
-            ancestor_mask=longest.ancestor_mask[:, :nodes, :nodes],
-            max_depth=nodes - 1,
-        )
 
 
 class TreeGenerator(DraftModelGenerator):

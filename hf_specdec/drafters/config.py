@@ -29,6 +29,12 @@ class TargetFields(PreTrainedConfig):
     target_revision: str | None = None
     target_tokenizer_sha256: str | None = None
 
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids, for drafters with a draft vocabulary."""
+        own: Any = self
+        return bool(own.draft_vocab_size != own.vocab_size)
+
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self.architectures = [self.architecture or type(self).__name__.replace("Config", "Drafter")]
@@ -98,11 +104,6 @@ class FeatureFields(TargetFields, LlamaConfig):
     def num_taps(self) -> int:
         """Number of target states that are concatenated."""
         return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
-
-    @property
-    def maps_vocabulary(self) -> bool:
-        """Whether draft ids differ from target ids."""
-        return self.draft_vocab_size != self.vocab_size
 
     def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The layers of a target that the drafter reads."""

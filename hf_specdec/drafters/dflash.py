@@ -57,10 +57,10 @@ from hf_specdec.drafters.registry import (
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import (
     CachedRows,
+    MappedVocabulary,
     draftable_rows,
     head_of_rows,
     known_ids,
-    set_map,
 )
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
 from hf_specdec.hub.formats.muse import MUSE
@@ -195,11 +195,6 @@ class DFlashConfig(TargetFields, Qwen3Config):
     def draft_vocab_size(self) -> Any:
         """Number of tokens that can be drafted; None for the target's if the config has no `vocab_size`."""
         return self.dflash_config.get("draft_vocab_size", self.vocab_size)
-
-    @property
-    def maps_vocabulary(self) -> bool:
-        """Whether draft ids differ from target ids."""
-        return self.draft_vocab_size != self.vocab_size
 
     def window(self, layer: int) -> int | None:
         """Window of a draft layer in positions, its own included; None for no limit."""
@@ -359,7 +354,7 @@ class DFlashLayer(nn.Module):
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
-class DFlashDrafter(PretrainedDrafter):
+class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
     """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
 
     Drafting options: `DFlashOptions`.
@@ -369,7 +364,6 @@ class DFlashDrafter(PretrainedDrafter):
     config: DFlashConfig
     options_class: ClassVar[type[DFlashOptions]] = DFlashOptions
     options: DFlashOptions
-    d2t: Tensor
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer, which is computed from the config.
@@ -460,16 +454,6 @@ class DFlashDrafter(PretrainedDrafter):
         if not self.config.maps_vocabulary:
             return target_head
         return self._head_rows.of(target_head, self.target_ids, self.d2t._version)
-
-    @property
-    def target_ids(self) -> Tensor:
-        """[draft_vocab] int64, the target's ids of the tokens that can be drafted."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
-        return ids + self.d2t if self.config.maps_vocabulary else ids
-
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
-        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
         config, name = self.config, name_of(self)

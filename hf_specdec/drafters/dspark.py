@@ -1,12 +1,13 @@
 """DSpark: a DFlash block whose slots are conditioned on the token drafted before them; layout, network and drafting.
 
 The block is run once per round, as in DFlash. The logits of its slots are then computed in order, each given the token
-drafted before it: U_k + W2 z(previous token). No slot is run again. So a tree is grown level by level, with each node's
-children from its own distribution, and the likeliest `tree_budget` paths are selected. DDTree builds the same tree from
-marginals, which are not conditioned on the previous token. The confidence head estimates how much of a chain will be
-accepted (`tree_budget="auto"`); trees are ranked by the distributions alone. Other drafters whose slots are conditioned
-on the previous token are `ConditionalDrafter`s too. Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026,
-sections 2.2 to 2.4; sgl-project/SpecForge; deepseek-ai/DeepSpec; DDTree, arXiv 2604.12989, for the tree.
+drafted before it: U_k + W2 z(previous token). The network is not run again. So a tree is grown level by level, with
+each node's children from its own distribution, and the likeliest `tree_budget` paths are selected. DDTree builds the
+same tree from marginals, which are not conditioned on the previous token. The confidence head estimates how much of a
+chain will be accepted (`tree_budget="auto"`); trees are ranked by the distributions alone. `dflash2.py` has the other
+`ConditionalDrafter`, whose slots are conditioned on the previous token too. Source: DSpark, arXiv 2607.05147; shared
+facts on formats of 2026, sections 2.2 to 2.4; sgl-project/SpecForge; deepseek-ai/DeepSpec; DDTree, arXiv 2604.12989,
+for the tree.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class ConditionalDrafter(DFlashDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         if self.method == self.methods[0]:
-            return TreeGenerator(self, target, self.options.node_limit)
+            return TreeGenerator(self, target)
         return ChainGenerator(self, target)
 
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
@@ -320,7 +321,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
     def draft(self, context: DraftContext) -> DraftTree:
         states = self.marginals(context)
         logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head).to(states.device)
-        logits[..., self.never] = -torch.inf
+        logits[..., self.excluded_ids] = -torch.inf
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
         tree = self.tree(context, slots)
@@ -330,9 +331,9 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
             self.columns = committed.target_logits.shape[-1]
-            # Draft ids that must not be drafted: the mask token, and tokens beyond the target's logits.
-            ids = self.target_ids
-            self.never = ((ids == self.drafter.config.mask_token_id) | (ids >= self.columns)).nonzero().squeeze(1)
+            # Draft ids that are never drafted: the mask token, and tokens beyond the target's logits.
+            ids, mask_id = self.target_ids, self.drafter.config.mask_token_id
+            self.excluded_ids = ((ids == mask_id) | (ids >= self.columns)).nonzero().squeeze(1)
         super().observe(committed)
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
@@ -342,12 +343,9 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
 class TreeGenerator(DSparkGenerator):
     """The likeliest `tree_budget` paths, with each token's probability conditioned on the path before it."""
 
-    def __init__(self, drafter: ConditionalDrafter, target: TargetModel, tree_budget: int) -> None:
-        super().__init__(drafter, target)
-        self.tree_budget = tree_budget
-
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
-        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        budget = self.drafter.options.node_limit
+        budget = budget if context.node_limit is None else min(budget, context.node_limit)
         return conditional_tree(context.root_ids, slots, self.target_ids, budget)
 
 

@@ -52,7 +52,7 @@ from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import Serving, name_of, register
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.vocabulary import draftable_rows, head_of_rows, known_ids, set_map
+from hf_specdec.drafters.vocabulary import MappedVocabulary, draftable_rows, head_of_rows, known_ids
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specforge import SPECFORGE
@@ -190,11 +190,10 @@ class PairDrafter(PretrainedDrafter):
         """The layers; each gets the inputs of `CachedAttention.forward`, and its number as the last one."""
 
 
-class Eagle3Network(PairDrafter):
+class Eagle3Network(MappedVocabulary, PairDrafter):
     """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
 
     config: Eagle3Config
-    d2t: Tensor
     _no_split_modules: ClassVar = ["Eagle3FirstLayer", "DraftLayer"]
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -245,21 +244,13 @@ class Eagle3Network(PairDrafter):
         """[..., hidden] -> [..., hidden], the input state of the next draft step."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
-        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
-
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
-        config, own = self.config, self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
+        config, own = self.config, self.target_ids
         rows = draftable_rows(own, draft_vocab, config.vocab_size, name_of(self))
         if len(rows) < len(own):
             self.lm_head, config.draft_vocab_size = head_of_rows(self.lm_head, rows), len(rows)
             self.register_buffer("d2t", own[rows] - torch.arange(len(rows), device=self.device))
             self.source_layout = None  # its files have other shapes
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Converts ids of the draft vocabulary to the target's ids."""
-        return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.config.layers_of(model)

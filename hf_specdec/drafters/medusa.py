@@ -80,9 +80,10 @@ class MedusaOptions(TreeOptions):
             tree, whose shape is the same in every round.
         tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`), which have one token per head.
         rank_accuracies: [heads][ranks], how often each prediction of each head is correct; the static tree is built
-            from them (Section 2.3.3). `rank_accuracies(...)` measures them; no published checkpoint states them. None
-            for an assumption of hf_specdec, neither measured nor from the paper: prediction r of head h, both from 0,
-            is correct with probability 0.6 * 0.8^h * 0.4^r. It changes only the tree, and so the speed.
+            from them (Section 2.3.3). `hf_specdec.drafters.medusa.rank_accuracies` measures them; no published
+            checkpoint states them. None: prediction r of head h, both from 0, is assumed to be correct with probability
+            0.6 * 0.8^h * 0.4^r, which is neither measured nor from the paper. It changes only the tree, and so the
+            speed.
     """
 
     method: str = "ddtree"
@@ -127,7 +128,12 @@ class MedusaHead(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers)))
         if config.own_head:
-            self.lm_head = nn.Linear(config.hidden_size, int(config.vocab_size or 0), bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size or 0, bias=False)
+
+    def forward(self, states: Tensor, target_head: nn.Module | None) -> Tensor:
+        """[..., hidden] -> [..., vocab] float32; the target's head is for heads without a matrix of their own."""
+        head: Any = getattr(self, "lm_head", target_head)
+        return apply_head(head, self.blocks(states))
 
 
 class MedusaDrafter(PretrainedDrafter):
@@ -166,14 +172,7 @@ class MedusaDrafter(PretrainedDrafter):
             [batch, heads, vocab] float32 logits. The target's own head predicts the next token, the root; head i, from
             0, predicts the token i + 1 positions after the root.
         """
-        logits = []
-        for head in self.heads:
-            matrix: Any = head.lm_head if self.config.own_head else lm_head
-            assert matrix is not None, "heads without their own matrix need the target's"
-            blocks: Any = head.blocks
-            hidden = blocks(states)
-            logits.append(apply_head(matrix, hidden))
-        return torch.stack(logits, dim=1)
+        return torch.stack([head(states, lm_head) for head in self.heads], dim=1)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm

@@ -484,8 +484,8 @@ class _Block(nn.Module):
     ) -> Tensor:
         """[batch, seq, hidden] -> the same; the mask is additive, [batch, 1, seq, entries], or None for causal."""
         if self.window is not None and mask is not None:
-            # Entries of committed tokens are in the order of their positions. The first one is at position 0, or after a
-            # cache that was passed in. Drafted tokens are at or after the entry of their position, so none is hidden.
+            # Entries of committed tokens are in the order of their positions, from 0 or the end of a cache that was
+            # passed in. Drafted tokens are stored at or after the entry of their position, so none is hidden.
             seen = (mask[:, 0, 0] == 0).sum(-1, keepdim=True)  # by the first token, itself included
             positions = position_ids[:, :1] + 1 - seen + torch.arange(mask.shape[-1], device=mask.device)
             past = positions.unsqueeze(1) <= position_ids.unsqueeze(2) - self.window

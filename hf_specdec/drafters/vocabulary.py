@@ -152,23 +152,35 @@ def head_of_rows(head: nn.Linear, rows: Tensor) -> nn.Linear:
     return less.requires_grad_(head.weight.requires_grad)
 
 
-def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None:
-    """Writes the map from draft ids to these target ids into `d2t`.
+class MappedVocabulary(PreTrainedModel):
+    """A drafter with a draft vocabulary: the buffer `d2t`, [draft_vocab] int64, exists if `config.maps_vocabulary`."""
 
-    Args:
-        d2t: [draft_vocab] int64.
-        target_ids: [draft_vocab] int64, ascending.
-        vocab_size: the target's.
-        name: the drafter's, for the message.
+    d2t: Tensor
 
-    Raises:
-        ValueError: their number differs, one occurs twice, or one is out of range.
-    """
-    if target_ids.shape != d2t.shape:
-        raise ValueError(f"{len(target_ids)} target ids were given for a draft vocabulary of {len(d2t)}.")
-    offsets = target_ids.to(d2t.device) - torch.arange(len(d2t), device=d2t.device)
-    check_draft_to_target(offsets, vocab_size, name)
-    d2t.copy_(offsets)
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab] int64, the target's ids of the tokens that can be drafted."""
+        return self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids in the draft vocabulary, any shape -> ids of the target."""
+        return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Sets the draft vocabulary to these ids of the target, [draft_vocab] int64.
+
+        Raises:
+            ValueError: their number is not `draft_vocab_size`, they do not ascend, or one is out of range.
+        """
+        size, ascending = len(self.d2t), bool((target_ids.diff() > 0).all())
+        if target_ids.shape != self.d2t.shape or not ascending:
+            raise ValueError(
+                f"A draft vocabulary for draft_vocab_size={size} must be {size} ascending ids, but got "
+                f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
+            )
+        offsets = target_ids.to(self.d2t.device) - torch.arange(size, device=self.d2t.device)
+        check_draft_to_target(offsets, self.config.vocab_size, name_of(self))
+        self.d2t.copy_(offsets)
 
 
 def draft_ids_of(d2t: Tensor, vocab_size: int) -> Tensor:

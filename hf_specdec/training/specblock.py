@@ -340,8 +340,7 @@ class SpecBlockStep(AdaptiveStep):
     @torch.no_grad()
     def head_labels(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.reader.head(target_hidden)
-        draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
-        return logits.argmax(-1), logits[..., draft_ids]
+        return logits.argmax(-1), logits[..., self.drafter.target_ids.to(logits.device)]
 
     def chain(
         self,
@@ -465,7 +464,7 @@ def new_drafter(
 
 def _copy_head(drafter: SpecBlockDrafter, target: PreTrainedModel) -> None:
     """Copies the rows of the target's head for the draft vocabulary."""
-    copy_head(drafter.lm_head.weight, target, drafter.target_ids(torch.arange(len(drafter.d2t))))
+    copy_head(drafter.lm_head.weight, target, drafter.target_ids)
 
 
 @torch.no_grad()

@@ -71,7 +71,8 @@ class SpecBoundStep(TrainingStep):
         places = first + (where * (length - first)).long()
         parameter = next(model.parameters())
         with torch.no_grad():
-            ids = self.drafter.draft_ids  # read at each step: --start-from replaces the vocabulary
+            # Read at each step: --start-from replaces the vocabulary.
+            ids = self.drafter.target_ids if self.drafter.config.maps_vocabulary else None
             target_logits, labels = self.reader.draft_labels(_at(last_hidden, places), ids, whole=True)
         within = labels >= 0
         counted = within if self.loss == "ce" else torch.ones_like(within)
@@ -162,7 +163,7 @@ def new_drafter(
 def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
     """Copies the rows of the target's head for the draft vocabulary to the full heads."""
     for exit_head in drafter.heads.values():
-        copy_head(exit_head.weight, target, drafter.draft_ids)  # type: ignore[arg-type]
+        copy_head(exit_head.weight, target, drafter.target_ids)  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)
@@ -195,9 +196,9 @@ def _prepare(
 
 
 def _read_rows(options: SpecBoundOptions, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
-    if drafter.draft_ids is None:
+    if not drafter.config.maps_vocabulary:
         return
-    drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.draft_ids), target))
+    drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
     if options.head == "full":
         _copy_heads(drafter, target)
 

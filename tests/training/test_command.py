@@ -49,7 +49,7 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
     assert drafter.options.tree_budget == 7
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
-    assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
+    assert drafter.to_target_ids(torch.arange(3)).tolist() == [0, 2, 4]
     assert record == {"drafter": str(tmp_path)} | whole
 
 
@@ -97,7 +97,7 @@ def test_training_goes_on_with_the_vocabulary_that_lies_beside_the_weights(
     torch.save({"d2t": ids - torch.arange(32), "t2d": torch.arange(64) % 2 == 0}, tmp_path / "vocab_mapping.pt")
     drafter = new_drafter(target, torch.arange(32))
     initialize_from(drafter, tmp_path, target)
-    assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
+    assert drafter.to_target_ids(torch.arange(3)).tolist() == [0, 2, 4]
 
 
 def test_a_drafter_that_started_from_a_published_one_is_written_in_its_layout(

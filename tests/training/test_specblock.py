@@ -295,7 +295,7 @@ def test_a_prefix_is_valid_where_it_predicts_the_rows_own_tokens(target: PreTrai
     for position in range(18):  # the text becomes what the first slot of each position predicts
         step(drafter, everywhere, training=False)
         first_slots = outputs.pop().logits[:, 0].view(2, 18, -1)
-        ids[:, position + 2] = drafter.target_ids(first_slots[:, position].argmax(-1))
+        ids[:, position + 2] = drafter.to_target_ids(first_slots[:, position].argmax(-1))
     best, _ = step.target_labels(step.reader.read(ids).last_hidden)
     assert (best[:, :18] != ids[:, 2:]).float().mean() > 0.5
 
@@ -385,7 +385,7 @@ def test_learning_while_serving_counts_the_positions_that_training_counts(target
     output = step(drafter, batch, training=False)
     starts = int(output.labelled[..., 0].sum())
     assert output.logits.shape == (2 * starts * 3, 48)  # two blocks of three slots per start
-    assert step.draft_ids(drafter.target_ids(torch.arange(48))).tolist() == list(range(48))
+    assert step.draft_ids(drafter.to_target_ids(torch.arange(48))).tolist() == list(range(48))
     assert int((step.draft_ids(torch.arange(64)) >= 0).sum()) == 48
 
 
@@ -423,7 +423,7 @@ def test_new_drafter_takes_the_shape_of_its_target() -> None:
     drafter = new_drafter(qwen, torch.arange(0, 64, 2))
     assert drafter.config.qk_norm
     assert drafter.config.head_dim == 8
-    assert drafter.target_ids(torch.arange(4)).tolist() == [0, 2, 4, 6]
+    assert drafter.to_target_ids(torch.arange(4)).tolist() == [0, 2, 4, 6]
     assert drafter.t2d.nonzero().flatten().tolist() == list(range(0, 64, 2))
     assert not new_drafter(make_target("llama", "sdpa"), torch.arange(64)).config.qk_norm
 

@@ -449,7 +449,7 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         logprobs = best - normaliser
         finite = logprobs[..., 0].isfinite().flatten(1).all(1)
         return HeadOutput(
-            self.drafter.target_ids(draft_ids),
+            self.drafter.to_target_ids(draft_ids),
             logprobs.where(finite[:, None, None, None], -torch.inf),
             rank_logits.argmax(-1),
             finite,

@@ -37,7 +37,7 @@ from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
 from hf_specdec.drafters.specblock.quality import RANK_BOUNDS, report
-from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
+from hf_specdec.drafters.vocabulary import MappedVocabulary, check_draft_to_target
 
 DraftCondition = Literal["pre_norm", "normed"]
 RankState = Literal["normed", "pre_norm"]
@@ -258,7 +258,7 @@ class BlockOutput:
     rank_logits: Tensor
 
 
-class SpecBlockDrafter(PretrainedDrafter):
+class SpecBlockDrafter(MappedVocabulary, PretrainedDrafter):
     """A SpecBlock checkpoint as a drafter.
 
     Unlike `dflash`, whose block comes from one forward at the root, it grows a tree with `num_blocks` forwards, each
@@ -389,21 +389,8 @@ class SpecBlockDrafter(PretrainedDrafter):
         """[..., hidden] state of a slot -> the condition of a block that starts there."""
         return hidden if self.config.draft_condition == "pre_norm" else self.norm(hidden)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids in the draft vocabulary, any shape -> ids in the target's."""
-        return draft_ids + self.d2t[draft_ids]
-
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets the draft vocabulary to these ids of the target.
-
-        Args:
-            target_ids: [draft_vocab] int64, ascending.
-
-        Raises:
-            ValueError: their number is not `draft_vocab_size`, they are not ascending, or one is out of range.
-        """
-        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
-        self.check_vocabulary()
+        super().set_vocabulary(target_ids)
         self.t2d.zero_()[target_ids.to(self.t2d.device)] = True
 
     def check_vocabulary(self) -> None:
@@ -450,7 +437,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         """As for every drafter; also checks the draft vocabulary."""
         drafter = super().of_tensors(config, tensors, dtype)
         drafter.check_vocabulary()
-        named = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device))
+        named = drafter.target_ids
         if drafter.d2t.any() and not torch.equal(named, drafter.t2d.nonzero().flatten()):
             raise ValueError(
                 f"The vocabulary maps d2t and t2d of {drafter.name_or_path!r} have different target ids: they belong "

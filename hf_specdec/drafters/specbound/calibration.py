@@ -168,9 +168,8 @@ def exits_of(
             for layer, rule in rules.items():
                 logits = drafter.exit_logits(layer, states[layer][0, len(row) - 1 :], slices)
                 confidence, likeliest = rule.confidence(logits)
-                ids = likeliest if drafter.draft_ids is None else drafter.draft_ids[likeliest]
                 found[layer].append(confidence.cpu())
-                hits[layer].append(ids.cpu() == labels)
+                hits[layer].append(drafter.to_target_ids(likeliest).cpu() == labels)
     finally:
         for handle in handles:
             handle.remove()

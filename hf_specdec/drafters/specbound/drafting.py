@@ -421,7 +421,6 @@ class EarlyExitGenerator(PendingGenerator):
         self.width = drafter.options.w_max
         self.rules = drafter.exit_rules()
         self.is_unbounded = drafter.options.d_max == drafter.config.num_target_layers
-        self.draft_ids = drafter.draft_ids
         self.vocabulary: TargetVocabularyLogitsProcessor
         # Per row the pairs (token, draft after it) whose draft was rejected the last time.
         self.refused: list[set[tuple[int, int]]] = []
@@ -464,7 +463,8 @@ class EarlyExitGenerator(PendingGenerator):
 
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
-            self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], self.draft_ids)
+            ids = self.drafter.target_ids if self.drafter.config.maps_vocabulary else None
+            self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], ids)
             # Here and not in `draft`: rows that end with the prefill's token leave before the first draft.
             self.refused = [set() for _ in committed.token_ids]
         if not self.drafter.options.learn_refusals:
@@ -511,8 +511,7 @@ class EarlyExitGenerator(PendingGenerator):
             finite = [exits or (so_far and not (waits and math.isnan(value))) for so_far, waits, exits, value in rows]
             if not any(leaving):
                 continue
-            if self.draft_ids is not None:
-                likeliest = self.draft_ids[likeliest]
+            likeliest = self.drafter.to_target_ids(likeliest)
             if choice.do_sample:
                 here = self.vocabulary(None, here)
             waiting = [waits and not exits for waits, exits in zip(waiting, leaving, strict=True)]

@@ -32,7 +32,7 @@ from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.specbound.calibration import Calibration, calibrate
 from hf_specdec.drafters.specbound.drafting import EarlyExitGenerator, LayerSlices, check_slices
-from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.vocabulary import MappedVocabulary
 from hf_specdec.drafters.wrapped import unwrapped
 
 HEAD_KINDS = ("lora", "full")
@@ -209,7 +209,7 @@ class ExitHead(nn.Module):
             self.weight = nn.Parameter(torch.zeros(config.draft_vocab_size, hidden))
 
 
-class SpecBoundDrafter(PretrainedDrafter):
+class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
     """Exit heads as a drafter: drafts a chain by early exit, and verifies it by running the remaining layers.
 
     Drafting options: `SpecBoundOptions`.
@@ -224,7 +224,6 @@ class SpecBoundDrafter(PretrainedDrafter):
     mergeable = False
     states_at_nodes = False
     options: SpecBoundOptions
-    d2t: Tensor
     _no_split_modules: ClassVar = ["ExitHead"]
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
     card_summary = (
@@ -268,29 +267,6 @@ class SpecBoundDrafter(PretrainedDrafter):
             for layer in (self.exits if layers is None else layers)
         }
 
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """[draft_vocab] int64 target ids that can be drafted; None for the complete vocabulary."""
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets the draft vocabulary: [draft_vocab] int64, ascending target ids.
-
-        Raises:
-            ValueError: the number of ids differs, or they do not ascend or are outside the target's vocabulary.
-        """
-        size = self.config.draft_vocab_size
-        ascending = bool((target_ids.diff() > 0).all())
-        if target_ids.shape != (size,) or not ascending:
-            raise ValueError(
-                f"A draft vocabulary for draft_vocab_size={size} must be {size} ascending ids, but got "
-                f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
-            )
-        self.d2t.copy_(target_ids - torch.arange(size))
-        check_draft_to_target(self.d2t, self.config.vocab_size, name_of(self))
-
     def forward(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
         """The logits of an exit layer's head.
 
@@ -307,8 +283,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         if self.config.head == "full":
             return nn.functional.linear(normed.to(head.weight.dtype), head.weight)
         lm_head, up = slices.lm_head, head.lora_B
-        ids = self.draft_ids
-        if ids is None:
+        ids = self.target_ids
+        if not self.config.maps_vocabulary:
             logits = apply_head(lm_head, normed)[..., : len(up)]  # the target may have more or fewer
             up = up[: logits.shape[-1]]
         elif has_plain_weight(lm_head):
@@ -328,7 +304,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             states: [batch, hidden] on the target's device.
             slices: the target's.
         """
-        if self.config.head == "full" or self.draft_ids is None or not has_plain_weight(slices.lm_head):
+        if self.config.head == "full" or not self.config.maps_vocabulary or not has_plain_weight(slices.lm_head):
             return self(layer, states, slices).float()
         weight, bias = self._merged_head(layer, slices)
         return slices.shape_logits(nn.functional.linear(slices.norm(states).to(weight.dtype), weight, bias).float())
@@ -340,7 +316,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         inputs = (lm_head.weight, head.lora_A, head.lora_B, self.d2t)
         versions = tuple((tensor.data_ptr(), tensor._version) for tensor in inputs)
         if layer not in self._merged or self._merged[layer][0] != versions:
-            ids = self.draft_ids
+            ids = self.target_ids
             with torch.no_grad():
                 weight = lm_head.weight[ids]
                 weight = torch.addmm(weight, head.lora_B[ids].to(weight.dtype), head.lora_A.to(weight.dtype))
@@ -452,7 +428,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             vocab_size=config.vocab_size,
             num_layers=config.num_target_layers,
             # Of a complete vocabulary, tokens that the target lacks are cut off.
-            d2t=None if self.draft_ids is None else self.d2t,
+            d2t=self.d2t if config.maps_vocabulary else None,
         )
         lm_head = model.get_output_embeddings()
         if config.target_head_sample is not None and has_plain_weight(lm_head):

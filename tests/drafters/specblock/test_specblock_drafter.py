@@ -105,7 +105,7 @@ def test_a_published_folder_loads_and_drafts_what_its_drafter_drafts(
     loaded = load_drafter(folder, target, dtype=torch.float32, tree_budget=9, beam_width=4)
     assert type(loaded) is SpecBlockDrafter
     assert loaded.config.head_dim == 8
-    assert loaded.target_ids(torch.arange(48)).tolist() == drafter.target_ids(torch.arange(48)).tolist()
+    assert loaded.to_target_ids(torch.arange(48)).tolist() == drafter.to_target_ids(torch.arange(48)).tolist()
     for ours, theirs in zip(drafts_of(loaded, target), drafts_of(drafter, target), strict=True):
         assert paths_of(ours) == paths_of(theirs)
 

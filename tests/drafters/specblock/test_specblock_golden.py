@@ -314,6 +314,6 @@ def test_a_generate_call_drafts_what_the_reference_drafts(file: Path) -> None:
     tree = generator.draft(context_at(given["input_ids"][:, -1], length + given["input_ids"].shape[1]))
     torch.testing.assert_close(hidden[-1][0], tensors["round2.expected.draft_hidden"], **STATES)
     assert tree.token_ids[0, 0] == given["input_ids"][0, -1]
-    best = drafter.target_ids(tensors["round2.expected.logits"][0].argmax(-1)).tolist()
+    best = drafter.to_target_ids(tensors["round2.expected.logits"][0].argmax(-1)).tolist()
     paths = described(tree.token_ids[0], tree.parents[0])
     assert tuple((token,) for token in [int(tree.token_ids[0, 0]), *best]) in paths
