@@ -31,7 +31,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.hub.formats.base import Format, Headers, Reading
 from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
-from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import position_losses
 from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
@@ -106,23 +106,23 @@ def read_published(fields: dict[str, Any], stored: Headers | None) -> Reading:
 
 
 class BigramStep(TrainingStep):
-    """Cross entropy with the tokens that the target wrote."""
-
-    def __init__(self, target: PreTrainedModel) -> None:
-        self.reader = TargetReader(target, [])
+    """The loss that --loss names, at every token that the target wrote."""
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         ids, next_ids = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
         place = torch.arange(1, batch["input_ids"].shape[1], device=ids.device)
         learned = (place >= batch["first_anchor"].unsqueeze(1)) & (place < batch["length"].unsqueeze(1))
-        logits = model(ids)
-        loss = nn.functional.cross_entropy(logits[learned], next_ids[learned])
-        return StepOutput(loss, (logits.argmax(-1) == next_ids).unsqueeze(-1), learned.unsqueeze(-1))
+        logits, last_hidden = model(ids), self.reader.of_batch(batch).last_hidden
+        with torch.no_grad():  # "ce" does not need the target's logits
+            target_logits = None if last_hidden is None else self.reader.head(last_hidden[:, :-1][learned])
+        losses = position_losses(self.loss, logits[learned], target_logits, next_ids[learned])
+        return StepOutput(losses.mean(), (logits.argmax(-1) == next_ids).unsqueeze(-1), learned.unsqueeze(-1))
 
 
 def prepare(options: TrainOptions, target: PreTrainedModel, source: Source) -> tuple[BigramDrafter, BigramStep]:
-    """What `hf-specdec train --method bigram` trains, and how."""
-    return BigramDrafter(BigramConfig(vocab_size=target.get_input_embeddings().num_embeddings)), BigramStep(target)
+    """What `train --method bigram` trains, and how."""
+    drafter = BigramDrafter(BigramConfig(vocab_size=target.get_input_embeddings().num_embeddings))
+    return drafter, BigramStep(drafter, target, options.loss)
 
 
 register(
@@ -146,7 +146,8 @@ if __name__ == "__main__":
     tokenizer, model = (auto.from_pretrained(sys.argv[1]) for auto in (AutoTokenizer, AutoModelForCausalLM))
     inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
     text = model.generate(**inputs, max_new_tokens=48)
-    drafter, step = prepare(None, model, None)
+    drafter = BigramDrafter(BigramConfig(vocab_size=model.get_input_embeddings().num_embeddings))
+    step = BigramStep(drafter, model, "kl")
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
     rows = {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}
     for _ in range(20):  # `hf-specdec train` does this with much text

@@ -12,44 +12,26 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hf_specdec.decoding.exchange import Committed, DraftContext
-    from hf_specdec.decoding.generator import TreeCandidateGenerator
-    from hf_specdec.decoding.stats import SpeculationStats
-    from hf_specdec.decoding.target import TargetModel
-    from hf_specdec.decoding.trace import Trace
-    from hf_specdec.decoding.tree import DraftTree
-    from hf_specdec.drafters.base import Drafter
-    from hf_specdec.drafters.merged import MergedDrafter
-    from hf_specdec.drafters.options import DrafterOptions
-    from hf_specdec.drafters.registry import Serving, register
-    from hf_specdec.hub.export import export_drafter
-    from hf_specdec.hub.inspection import inspect_drafter
-    from hf_specdec.hub.loading import load_drafter
-    from hf_specdec.integration import attach, detach, disable, enable
-    from hf_specdec.verification import verify_lossless
-
-__all__ = [
-    "Committed",
-    "DraftContext",
-    "DraftTree",
-    "Drafter",
-    "DrafterOptions",
-    "MergedDrafter",
-    "Serving",
-    "SpeculationStats",
-    "TargetModel",
-    "Trace",
-    "TreeCandidateGenerator",
-    "attach",
-    "detach",
-    "disable",
-    "enable",
-    "export_drafter",
-    "inspect_drafter",
-    "load_drafter",
-    "register",
-    "verify_lossless",
-]
+    from hf_specdec.decoding.exchange import Committed as Committed
+    from hf_specdec.decoding.exchange import DraftContext as DraftContext
+    from hf_specdec.decoding.generator import TreeCandidateGenerator as TreeCandidateGenerator
+    from hf_specdec.decoding.stats import SpeculationStats as SpeculationStats
+    from hf_specdec.decoding.target import TargetModel as TargetModel
+    from hf_specdec.decoding.trace import Trace as Trace
+    from hf_specdec.decoding.tree import DraftTree as DraftTree
+    from hf_specdec.drafters.base import Drafter as Drafter
+    from hf_specdec.drafters.merged import MergedDrafter as MergedDrafter
+    from hf_specdec.drafters.options import DrafterOptions as DrafterOptions
+    from hf_specdec.drafters.registry import Serving as Serving
+    from hf_specdec.drafters.registry import register as register
+    from hf_specdec.hub.export import export_drafter as export_drafter
+    from hf_specdec.hub.inspection import inspect_drafter as inspect_drafter
+    from hf_specdec.hub.loading import load_drafter as load_drafter
+    from hf_specdec.integration import attach as attach
+    from hf_specdec.integration import detach as detach
+    from hf_specdec.integration import disable as disable
+    from hf_specdec.integration import enable as enable
+    from hf_specdec.verification import verify_lossless as verify_lossless
 
 # The module of each public name; type checkers read the imports above.
 _HOMES = {
@@ -74,6 +56,7 @@ _HOMES = {
     "register": "drafters.registry",
     "verify_lossless": "verification",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

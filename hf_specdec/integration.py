@@ -48,7 +48,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
 from hf_specdec.decoding.upstream import CACHE, EXPECTED, cache_name, check_signatures, new_cache, sample
 from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.call_settings import CallSettings, report_unused
+from hf_specdec.drafters.call_settings import limits_of_drafts, report_unused
 
 
 def enable() -> None:
@@ -386,7 +386,7 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, len(input_ids), stats)),
+        policy=drafter.drafting_policy(model, len(input_ids), stats).restricted(*limits_of_drafts(generation_config)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=others.get("streamer"),
         networks=drafter.networks,
@@ -469,7 +469,7 @@ def _decode_chains(
     target = TargetModel(model, drafter.feature_layers(model))
     chains = AssistedChains(
         target,
-        CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, 1, stats)),
+        drafter.drafting_policy(model, 1, stats).restricted(*limits_of_drafts(generation_config)),
         stats,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,

@@ -95,8 +95,8 @@ def test_imports_run_one_way() -> None:
     for path in FILES:
         part = part_of(path)
         wrong = {name for name in imported_modules(path) if part_of_module(name) in {*PARTS} - {part}}
-        allowed = MAY_IMPORT.get(part, {*PARTS})
-        assert {part_of_module(name) for name in wrong} <= allowed, f"{identifier(path)} must not import {wrong}"
+        wrong = {name for name in wrong if part_of_module(name) not in MAY_IMPORT.get(part, {*PARTS})}
+        assert not wrong, f"{identifier(path)} is in {part!r}, which must not import {sorted(wrong)}"
 
 
 def test_only_what_methods_share_is_imported_by_another_method() -> None:
@@ -125,10 +125,9 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 def test_lists_of_public_names_are_sorted_and_true() -> None:
     for path, node in ((each, node) for each in FILES for node in tree_of(each).body):
         if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
-            names = ast.literal_eval(node.value)
-            assert names == sorted(names), identifier(path)
             module = importlib.import_module(".".join(["hf_specdec", *module_parts(path)]))
-            assert all(hasattr(module, name) for name in names), identifier(path)
+            assert module.__all__ == sorted(module.__all__), identifier(path)
+            assert all(hasattr(module, name) for name in module.__all__), identifier(path)
 
 
 def test_modules_and_what_they_offer_are_documented() -> None:
@@ -274,11 +273,12 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 26_244
+MOST_CODE_LINES = 26_156
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:
-    assert total(PACKAGE) <= MOST_CODE_LINES
+    lines = total(PACKAGE)
+    assert lines <= MOST_CODE_LINES, f"{lines} lines of code: remove some, or raise MOST_CODE_LINES and say why"
 
 
 def test_all_modules_can_be_imported_by_themselves() -> None:

@@ -6,6 +6,7 @@ import json
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, verify_lossless
+from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, register, verify_lossless
 from hf_specdec.drafters import registry
+from hf_specdec.training.losses import LOSS_NAMES, position_losses
 from hf_specdec.training.recipe import RECIPES
 from tests.decoding.test_assisted_loop import gpt_neo
 from tests.targets import PROMPTS, make_target
@@ -28,7 +30,7 @@ def example() -> Iterator[dict[str, Any]]:
     """The names of the example, registered during these tests only."""
     names = runpy.run_path(str(EXAMPLE))
     yield names
-    del registry.FAMILIES["bigram"], registry._BY_CLASS[names["BigramDrafter"]], RECIPES["bigram"]
+    del registry._BY_CLASS[registry.FAMILIES.pop("bigram").drafter], RECIPES["bigram"]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +38,35 @@ def target() -> PreTrainedModel:
     return make_target("llama", "sdpa")
 
 
+def prepared(target: PreTrainedModel, loss: str) -> Any:
+    return RECIPES["bigram"].prepare(SimpleNamespace(loss=loss), target, None)  # type: ignore[arg-type]
+
+
+def written(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A batch of one row, of which all but the first token are learned."""
+    text = target.generate(**PROMPTS["batch of one"](), max_new_tokens=40, do_sample=False)
+    return {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}
+
+
+@pytest.mark.usefixtures("example")
+def test_it_learns_the_loss_that_is_asked_for(target: PreTrainedModel) -> None:
+    batch, labels, losses = written(target), {}, {}
+    logits = target(batch["input_ids"]).logits[0, :-1]
+    for loss in LOSS_NAMES:
+        torch.manual_seed(0)
+        drafter, step = prepared(target, loss)
+        losses[loss] = step(drafter, batch, training=True).loss.item()
+        labels[loss] = position_losses(loss, drafter(batch["input_ids"])[0, :-1], logits, batch["input_ids"][0, 1:])  # type: ignore[arg-type]
+    assert losses == pytest.approx({loss: values.mean().item() for loss, values in labels.items()}, rel=1e-4)
+    assert len(set(losses.values())) == len(LOSS_NAMES)
+
+
 @pytest.fixture
 def trained(example: dict[str, Any], target: PreTrainedModel) -> Any:
     """Trained on what the target writes, so that some of its drafts are right."""
     torch.manual_seed(0)
-    drafter, step = RECIPES["bigram"].prepare(None, target, None)  # type: ignore[arg-type]
-    text = target.generate(**PROMPTS["batch of one"](), max_new_tokens=40, do_sample=False)
-    batch = {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}
+    drafter, step = prepared(target, "kl")
+    batch = written(target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
     losses = []
     for _ in range(10):
@@ -111,3 +135,11 @@ def test_it_merges_with_another_drafter(trained: Any, target: PreTrainedModel) -
     drafted = target.generate(**inputs, **GREEDY, assistant_model=merged)
     assert drafted.tolist() == target.generate(**inputs, **GREEDY).tolist()
     assert merged.stats.num_draft_tokens > 0
+
+
+def test_a_notebook_may_run_it_again(example: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'bigram' is registered already"):
+        register("bigram", MergedDrafter)
+    again = runpy.run_path(str(EXAMPLE))
+    assert registry.FAMILIES["bigram"].drafter is again["BigramDrafter"] is not example["BigramDrafter"]
+    assert RECIPES["bigram"].prepare is again["prepare"]

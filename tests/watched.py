@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
@@ -78,7 +78,7 @@ class Watched(Drafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.drafter.feature_layers(model)
 
-    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> DraftingPolicy:
         return self.drafter.drafting_policy(model, batch, stats)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:

@@ -24,7 +24,7 @@ from hf_specdec.adaptation.learner import Learner, Update
 from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult, check_at_least
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -137,9 +137,9 @@ class AdaptiveDrafter(LearningDrafter):
         self._buffers: dict[Action, list[Query]] = {"head": [], "full": []}
         self._closed = False
 
-    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> DraftingPolicy:
         """Drafts in every round, since it learns from the drafts; `tree_budget="auto"` is `AUTO_NODES` here."""
-        return Always(AUTO_NODES if self.options.pauses else None)
+        return DraftingPolicy(AUTO_NODES if self.options.pauses else None)
 
     def check_target(self, model: PreTrainedModel) -> None:
         super().check_target(model)

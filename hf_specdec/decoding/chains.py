@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer
-from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
@@ -121,7 +121,7 @@ class AssistedChains:
     def __init__(
         self,
         target: TargetModel,
-        policy: Always,
+        policy: DraftingPolicy,
         stats: SpeculationStats,
         *,
         logits_processor: LogitsProcessorList,

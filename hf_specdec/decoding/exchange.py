@@ -75,6 +75,10 @@ class DraftContext:
     read_texts: Callable[[], list[list[int]]] | None = None
     lap: Callable[[str], None] = _untimed
 
+    def at_most(self, nodes: int) -> int:
+        """`nodes`, or `node_limit` if that is less."""
+        return nodes if self.node_limit is None else min(nodes, self.node_limit)
+
     @property
     def texts(self) -> list[list[int]]:
         """The tokens of each row on the host, to be read only; not for generators with `drafts_early`."""
@@ -132,13 +136,9 @@ class Committed:
         valid = None
         if counts.known is None or min(counts.known) < path.shape[1]:
             valid = steps < counts.tensor.unsqueeze(1)
-        if features is not None:
-            features = pick(features, path.to(features.device))
-            if valid is not None:  # padding may be NaN, and a drafter's additive masks do not stop NaN
-                features = features.masked_fill(~valid.unsqueeze(-1).to(features.device), 0)
         return cls(
             token_ids=verdict.path_ids,
-            features=features,
+            features=None if features is None else _picked(features, path, valid),
             position_ids=state.root_positions.unsqueeze(1) + steps,
             valid=valid,
             counts=counts,
@@ -228,17 +228,19 @@ class Committed:
         assert self.valid is not None
         order = (~self.valid).to(torch.int8).argsort(dim=1, stable=True)[:, : max(1, self.counts.most)]
         valid = torch.arange(order.shape[1], device=order.device) < self.counts.tensor.unsqueeze(1)
-        features = self.features
-        if features is not None:  # padding may be NaN, and a drafter's additive masks do not stop NaN
-            features = pick(features, order.to(features.device))
-            features = features.masked_fill(~valid.unsqueeze(-1).to(features.device), 0)
         return replace(
             self,
             token_ids=self.token_ids.gather(1, order),
-            features=features,
+            features=None if self.features is None else _picked(self.features, order, valid),
             position_ids=self.position_ids.gather(1, order),
             valid=valid,
         )
+
+
+def _picked(features: Tensor, order: Tensor, valid: Tensor | None) -> Tensor:
+    """Selects steps of features; padding, which may be NaN, gets 0: a drafter's additive masks do not stop NaN."""
+    features = pick(features, order.to(features.device))
+    return features if valid is None else features.masked_fill(~valid.unsqueeze(-1).to(features.device), 0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers.generation import CandidateGenerator
@@ -24,18 +24,6 @@ from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 
 
-class HostLoop(Protocol):
-    """A generator's state in transformers' own loop."""
-
-    def candidates(
-        self, generator: Any, input_ids: Tensor, model_kwargs: dict[str, Any], outputs: Any, num_matches: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `TreeCandidateGenerator.get_candidates`."""
-
-    def note(self, num_matches: int) -> None:
-        """See `TreeCandidateGenerator.update_candidate_strategy`."""
-
-
 class TreeCandidateGenerator(CandidateGenerator, ABC):
     """Drafts trees for one `generate` call.
 
@@ -45,7 +33,7 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
             loop may then call it before the host has read the last verdict; `sequences`, `lengths` and `active` of the
             context are then one or two rounds old.
         reads_cache: whether it drafts from the target's own cache.
-        assisted: its state in transformers' own loop; None in ours.
+        assisted: its state in transformers' own loop (`AssistedChains`); None in ours.
     """
 
     drops_rows: bool = False
@@ -53,7 +41,7 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
     reads_cache: bool = False
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (transformers only reads it; features come from taps)
-    assisted: HostLoop | None = None
+    assisted: Any = None
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:

@@ -25,7 +25,7 @@ from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.packed import PackedLinears
-from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
@@ -78,7 +78,7 @@ class SpeculativeDecoding:
         model_kwargs: dict[str, Any],
         stats: SpeculationStats,
         records: TokenRecords,
-        policy: Always,
+        policy: DraftingPolicy,
         observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
         networks: Sequence[nn.Module] = (),
@@ -209,7 +209,7 @@ class SpeculativeDecoding:
         """Chooses which weights this round multiplies with; the time belongs to no round."""
         seconds = self.packed.prepare(self.config.max_length - max(self.sequences.lengths))
         if seconds:
-            self.policy.leave_out(seconds)
+            self.policy.exclude(seconds)
             self.stats.lap("prefill")
 
     def lag(self) -> int:
@@ -312,7 +312,7 @@ class SpeculativeDecoding:
         self.target.keep_rows(kept, permanent=not self.returns_cache)
         self.generator.keep_rows(kept)
         self.acceptor.keep_rows(kept)
-        self.policy.keep_rows()
+        self.policy.rows_dropped()
         self.state = self.state.of_rows(kept)
         self.nan_rows = None if self.nan_rows is None else [self.nan_rows[index] for index in kept]
 

@@ -1,7 +1,7 @@
 """Policies: how much of each tree is verified, and whether a round drafts.
 
-`Always` drafts and verifies all that the caller of `generate` allows. `AutoBudget` compares the expected tokens of a
-tree with its time. Drafters with path probabilities return the nodes sorted by them, and the first n nodes are
+`DraftingPolicy` drafts and verifies all that the caller of `generate` allows. `AutoBudget` compares the expected tokens
+of a tree with its time. Drafters with path probabilities return the nodes sorted by them, and the first n nodes are
 verified, for the n with the most tokens per second:
 
     n = argmax (1 + expected accepted nodes among the first n) / seconds(n)
@@ -38,8 +38,8 @@ from hf_specdec.decoding.tree import DraftTree
 
 MOST_NODES = 64  # upper limit of "auto"
 FIRST_SIZES = (4, 0, 4, 0, 16)  # drafted nodes of the first rounds, to measure how the time depends on them
-DEAR = 3.0  # the last of them is left out if such a round may take more than this many plain ones
-DEAR_TRY = 2.0  # in plain rounds: with small drafts dearer than this, a new call does not begin with a try
+COSTLY = 3.0  # the last of them is left out if such a round may take more than this many plain ones
+COSTLY_TRIAL = 2.0  # in plain rounds: with small drafts costlier than this, a new call does not begin with a trial
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
 
 
@@ -145,7 +145,7 @@ class Pauses:
     # Decay per drafted round, of tokens and seconds. Acceptance fluctuates over tens of rounds: with a shorter memory,
     # drafting would be disabled and enabled with each fluctuation, and always too late.
     MEMORY = 0.98
-    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # assumed rounds, and their gain, before measured ones
+    CREDIT, CREDIT_AFTER_PAUSE, CREDITED_GAIN = 10.0, 3.0, 1.2  # assumed rounds, and their gain, before measured ones
     MAY_LOSE = 0.02
     FIRST_BALANCE, LARGEST_BALANCE = 2.0, 5.0  # the least is the largest with a minus
     RESERVE = 1.0  # below 0, so that a single rejected draft after a pause does not begin the next one
@@ -153,14 +153,14 @@ class Pauses:
     def __init__(self) -> None:
         self.drafting, self.probing = True, False
         self._balance = self.FIRST_BALANCE
-        self._pause, self._rest = self.FIRST_PAUSE, 0
+        self._pause, self._rounds_left = self.FIRST_PAUSE, 0
         self._since_skipped = self._num_consecutive = 0
         self._tokens = self._seconds = 0.0
         self._credit = self.CREDIT
 
-    def begin_call(self, is_dear: bool) -> None:
-        """A new text may be of another kind: drafting is tried again at once, unless its rounds are dear."""
-        if not is_dear:
+    def begin_call(self, is_costly: bool) -> None:
+        """A new text may be of another kind: drafting is tried again at once, unless its rounds are costly."""
+        if not is_costly:
             self._balance = max(self._balance, 0.0)
             if not self.drafting:
                 self.probing = True
@@ -170,8 +170,8 @@ class Pauses:
         """Records a round without a draft."""
         self._save(self.MAY_LOSE)
         self._since_skipped = 0
-        self._rest -= 1
-        if not self.drafting and self._rest <= 0 and self._balance >= 0:
+        self._rounds_left -= 1
+        if not self.drafting and self._rounds_left <= 0 and self._balance >= 0:
             self.resume()
 
     def note_drafted(self, tokens: float, seconds: float, skipped: float) -> None:
@@ -217,13 +217,13 @@ class Pauses:
         if self.probing:
             # Measurements before the pause do not count any more, and a single rejected draft must not decide.
             self._tokens = self._seconds = 0.0
-            self._credit, self._num_consecutive = self.CREDIT_AFTER_REST, 0
+            self._credit, self._num_consecutive = self.CREDIT_AFTER_PAUSE, 0
 
     def _save(self, rounds: float) -> None:
         self._balance = max(-self.LARGEST_BALANCE, min(self.LARGEST_BALANCE, self._balance + rounds))
 
     def _pause_for(self, rounds: int) -> None:
-        self.drafting, self._rest = False, rounds
+        self.drafting, self._rounds_left = False, rounds
 
 
 class BudgetKnowledge:
@@ -243,7 +243,7 @@ class BudgetKnowledge:
     def begin_call(self) -> None:
         """Decides whether the first rounds of a call draft."""
         least = FIRST_SIZES[0]
-        self.pauses.begin_call(is_dear=self.times.of(least) > DEAR_TRY * (self.times.skipped or 0))
+        self.pauses.begin_call(is_costly=self.times.of(least) > COSTLY_TRIAL * (self.times.skipped or 0))
 
     @property
     def first_size(self) -> int | None:
@@ -274,7 +274,7 @@ class BudgetKnowledge:
             self._first.append((tokens, seconds))
         if len(self.sizes_to_try) == 1 and self._first and skipped is not None:
             self.pauses.note_first(self._first, skipped)
-            if self.times.of(self.sizes_to_try[0]) > DEAR * skipped:
+            if self.times.of(self.sizes_to_try[0]) > COSTLY * skipped:
                 self.sizes_to_try = []
 
     def note_curve(self, probabilities: list[float]) -> None:
@@ -285,7 +285,7 @@ class BudgetKnowledge:
             self.curve[index] += 0.1 * (new - self.curve[index])
 
 
-class Always(Observer):
+class DraftingPolicy(Observer):
     """Drafts in every round, and has the complete tree verified, as far as settings of the call allow.
 
     Args:
@@ -299,10 +299,11 @@ class Always(Observer):
         self.most_tokens = most_tokens
         self.least_prob: float | None = None
 
-    def restrict(self, most_tokens: int | None, least_prob: float | None) -> None:
-        """Sets `least_prob`, and lowers the limit of drafted nodes."""
+    def restricted(self, most_tokens: int | None, least_prob: float | None) -> DraftingPolicy:
+        """This policy, with `least_prob` set and the limit of drafted nodes lowered."""
         limits = [limit for limit in (self.most_tokens, most_tokens) if limit is not None]
         self.most_tokens, self.least_prob = min(limits, default=None), least_prob
+        return self
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         """The tree of the next round."""
@@ -326,10 +327,10 @@ class Always(Observer):
             num_accepted: accepted drafted nodes per row; -1 for inactive rows.
         """
 
-    def keep_rows(self) -> None:
+    def rows_dropped(self) -> None:
         """Called when rows are dropped."""
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Called with a time since the latest draft that is not a part of its round."""
 
     def _up_to_uncertain(self, tree: DraftTree, generator: TreeCandidateGenerator, least_prob: float) -> DraftTree:
@@ -356,7 +357,7 @@ class Always(Observer):
         return tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))
 
 
-class AutoBudget(Always):
+class AutoBudget(DraftingPolicy):
     """Chooses the size of every tree of one `generate` call.
 
     Rounds may be read one or two rounds late. The time between two drafts is that of the round that was read between
@@ -394,8 +395,8 @@ class AutoBudget(Always):
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
         self.stats.num_probe_steps += sum(context.active) if self.knowledge.pauses.probing else 0
-        limit = self.node_limit if context.node_limit is None else min(self.node_limit, context.node_limit)
-        return self.cut(generator.draft(replace(context, node_limit=limit)), context.active)
+        limited = replace(context, node_limit=context.at_most(self.node_limit))
+        return self.cut(generator.draft(limited), context.active)
 
     def on_round(self, step: Round) -> None:
         self.learn(step.tree, step.verdict.path, [len(tokens) - 1 for tokens in step.host.tokens])
@@ -403,10 +404,10 @@ class AutoBudget(Always):
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
         self._read.append((tree, path, num_accepted, self._decisions.popleft()))
 
-    def keep_rows(self) -> None:
+    def rows_dropped(self) -> None:
         self._fewer_rows = True
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         self._began += seconds
 
     @property

@@ -17,7 +17,7 @@ from hf_specdec.decoding.cuda_graphs import StaticCalls
 from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge, DraftingPolicy
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
@@ -136,8 +136,8 @@ class Drafter(ABC):
             ValueError: this drafter has no head, or the ids do not fit.
         """
         raise ValueError(
-            f"draft_vocab was given for {type(self).__name__}, which has no head over a vocabulary that could be "
-            "smaller: leave it out."
+            f"draft_vocab was given for {type(self).__name__}, which cannot be restricted to a smaller "
+            "vocabulary: leave it out."
         )
 
     @abstractmethod
@@ -151,13 +151,13 @@ class Drafter(ABC):
         """
         return ()
 
-    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> DraftingPolicy:
         """The policy of one call: if the options allow pauses, drafts while that pays, and as much as pays.
 
         Measured times and probabilities are shared by all calls with this target and this number of rows.
         """
         if not self.options.pauses or ALWAYS_DRAFTING.get():
-            return Always()
+            return DraftingPolicy()
         return AutoBudget(self.known_of(model).setdefault((self.method, batch), BudgetKnowledge()), stats)
 
     def report_tables(

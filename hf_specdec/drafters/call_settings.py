@@ -7,12 +7,10 @@ others are reported. A value that equals transformers' default cannot be told fr
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.upstream import default_settings
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.options import TreeOptions, is_number
@@ -31,46 +29,32 @@ _INSTEAD = {
 }
 
 
-@dataclass(frozen=True)
-class CallSettings:
-    """The settings of one call that restrict its drafts.
+def limits_of_drafts(config: GenerationConfig) -> tuple[int | None, float | None]:
+    """The settings of a call that restrict its drafts, from its config, which transformers has completed with defaults.
 
-    Attributes:
-        most_tokens: `num_assistant_tokens`, the most drafted tokens of a round; None for the drafter's own limits.
-        least_prob: `assistant_confidence_threshold`: a draft is not extended after a token that the drafter gives a
-            lower probability; None for no threshold.
+    Returns:
+        `num_assistant_tokens`, the most drafted tokens of a round, or None for the drafter's own limits, and
+        `assistant_confidence_threshold`: a draft is not extended after a token that the drafter gives a lower
+        probability; None for no threshold.
+
+    Raises:
+        ValueError: one is out of range.
     """
+    defaults = default_settings()
 
-    most_tokens: int | None = None
-    least_prob: float | None = None
+    def given(name: str) -> Any:
+        value = getattr(config, name)
+        return None if value == defaults.get(name) else value
 
-    @classmethod
-    def of(cls, config: GenerationConfig) -> CallSettings:
-        """The settings in the generation config of a call, which transformers has completed with its defaults.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        defaults = default_settings()
-
-        def given(name: str) -> Any:
-            value = getattr(config, name)
-            return None if value == defaults.get(name) else value
-
-        most, least = given("num_assistant_tokens"), given("assistant_confidence_threshold")
-        if most is not None and (type(most) is not int or most < 1):
-            raise ValueError(
-                f"num_assistant_tokens={most!r} must be an integer of at least 1; to decode without drafts, leave "
-                "assistant_model out."
-            )
-        if least is not None and not (is_number(least) and 0 <= least <= 1):
-            raise ValueError(f"assistant_confidence_threshold={least!r} must be a probability; 0 is for no threshold.")
-        return cls(most, least or None)
-
-    def restrict(self, policy: Always) -> Always:
-        """The policy of a call under these settings."""
-        policy.restrict(self.most_tokens, self.least_prob)
-        return policy
+    most, least = given("num_assistant_tokens"), given("assistant_confidence_threshold")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(
+            f"num_assistant_tokens={most!r} must be an integer of at least 1; to decode without drafts, leave "
+            "assistant_model out."
+        )
+    if least is not None and not (is_number(least) and 0 <= least <= 1):
+        raise ValueError(f"assistant_confidence_threshold={least!r} must be a probability; 0 is for no threshold.")
+    return most, least or None
 
 
 def report_unused(config: GenerationConfig, mode_kwargs: dict[str, Any], drafter: Drafter) -> None:
@@ -82,7 +66,7 @@ def report_unused(config: GenerationConfig, mode_kwargs: dict[str, Any], drafter
         drafter: of the call.
 
     Raises:
-        ValueError: as `CallSettings.of`.
+        ValueError: as `limits_of_drafts`.
     """
     defaults = default_settings()
     for name, instead in _INSTEAD.items():
@@ -93,7 +77,7 @@ def report_unused(config: GenerationConfig, mode_kwargs: dict[str, Any], drafter
                 "out.",
                 stacklevel=2,
             )
-    most, options = CallSettings.of(config).most_tokens, drafter.options
+    (most, _), options = limits_of_drafts(config), drafter.options
     if most is not None and isinstance(options, TreeOptions) and most > options.node_limit:
         warnings.warn(
             f"num_assistant_tokens={most} is the most tokens that a draft of this call may have; it does not raise the "

@@ -509,7 +509,7 @@ class ChainGenerator(DraftModelGenerator):
         valid, draft_probs, active = [torch.ones_like(finite), finite], [], finite
         log_path = torch.zeros_like(logits[:, 0])
         options, least, self.own_probs = self.options, context.least_prob, []
-        most = options.depth if context.node_limit is None else min(options.depth, context.node_limit)
+        most = context.at_most(options.depth)
         sampled = context.choice.do_sample and options.sample_drafts
         needs_probs = any(limit is not None for limit in (options.min_confidence, options.min_acceptance, least))
         while True:
@@ -591,8 +591,8 @@ class TreeGenerator(DraftModelGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)
-        options, limit = self.options, context.node_limit
-        budget = options.node_limit if limit is None else min(options.node_limit, limit)
+        options = self.options
+        budget = context.at_most(options.node_limit)
         if logits is None:
             return DraftTree.root_only(context.root_ids)
         batch, device = len(logits), logits.device

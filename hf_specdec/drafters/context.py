@@ -110,6 +110,24 @@ def last_features(committed: Committed, before: Tensor | None = None) -> Tensor:
     return found if before is None else found.where(valid.any(1, keepdim=True), before)
 
 
+class LastStates:
+    """Part of what drafts from the target's state at the last committed token alone.
+
+    Attributes:
+        last_states: [batch, taps * hidden], of each row; set by the first `observe`, of the prefill.
+    """
+
+    last_states: Any = None
+
+    def observe(self, committed: Committed) -> None:
+        """See `TreeCandidateGenerator.observe`."""
+        self.last_states = last_features(committed, self.last_states)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """See `TreeCandidateGenerator.keep_rows`."""
+        self.last_states = self.last_states[from_host(rows, self.last_states.device)]
+
+
 class CommittedReader:
     """Reads committed tokens with a drafter; subclasses draft.
 

@@ -38,7 +38,7 @@ class DDTreeGenerator(MarginalsGenerator):
         if self.source.calls is not None:
             build = functools.partial(level_tree, budget=self.tree_budget)
             return captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
-        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        budget = context.at_most(self.tree_budget)
         make = heap_tree if abilities(logits.device).host_memory else level_tree
         return make(context.root_ids, logits, budget)
 

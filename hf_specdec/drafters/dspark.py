@@ -344,8 +344,7 @@ class TreeGenerator(DSparkGenerator):
     """The likeliest `tree_budget` paths, with each token's probability conditioned on the path before it."""
 
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
-        budget = self.drafter.options.node_limit
-        budget = budget if context.node_limit is None else min(budget, context.node_limit)
+        budget = context.at_most(self.drafter.options.node_limit)
         return conditional_tree(context.root_ids, slots, self.target_ids, budget)
 
 

@@ -21,7 +21,7 @@ Source: shared facts on formats of 2026, section 6.2; transformers, gemma4_assis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -38,9 +38,9 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.context import last_features
+from hf_specdec.drafters.context import LastStates
 from hf_specdec.drafters.eagle3 import Eagle3Options
 from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -406,7 +406,7 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
         }
 
 
-class Gemma4AssistantGenerator(TreeCandidateGenerator):
+class Gemma4AssistantGenerator(LastStates, TreeCandidateGenerator):
     """Draft trees of a Gemma 4 assistant.
 
     Args:
@@ -424,15 +424,11 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
         self.embeddings = target.model.get_input_embeddings()
         self.layers = storing_layers(target.model)
         self.vocabulary: TargetVocabularyLogitsProcessor
-        self.states: Any = None  # [batch, target_hidden], of each row's last committed token
 
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
             self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1])
-        self.states = last_features(committed, self.states)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self.states = self.states[from_host(rows, self.states.device)]
+        super().observe(committed)
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
@@ -441,7 +437,7 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
         rotary = drafter.rotary(context.root_positions.to(device) - 1)
         entries = {kind: self._entries(kind) for kind in set(drafter.config.layer_types)}
         rows = torch.arange(len(context.root_ids), device=device).unsqueeze(1)
-        states = self.states.to(device=device, dtype=drafter.dtype).unsqueeze(1)
+        states = self.last_states.to(device=device, dtype=drafter.dtype).unsqueeze(1)
         outputs = drafter(self._embed(context.root_ids.unsqueeze(1), home), states, rotary, entries)
 
         def extend(level: int, token_ids: Tensor, above: Tensor) -> Tensor:

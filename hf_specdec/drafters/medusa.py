@@ -9,7 +9,6 @@ and 2.3.3 (optimised tree construction); FasterDecoding/Medusa.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,15 +18,15 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.cuda_graphs import static_calls
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.context import last_features
+from hf_specdec.drafters.context import LastStates
 from hf_specdec.drafters.growth import StaticTree
 from hf_specdec.drafters.options import TreeOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -228,26 +227,17 @@ def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: T
     return torch.stack(found)
 
 
-class MedusaMarginals(BlockMarginals):
+class MedusaMarginals(LastStates, BlockMarginals):
     """Per-position logits of all heads, from the target's state at the last token before the root."""
 
     def __init__(self, drafter: MedusaDrafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.lm_head = target.model.get_output_embeddings()
-        self.last_states: Tensor | None = None  # [batch, hidden]
         self.calls = static_calls(self, drafter, (self.lm_head,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
 
-    def observe(self, committed: Committed) -> None:
-        self.last_states = last_features(committed, self.last_states)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        if self.last_states is not None:
-            self.last_states = self.last_states[from_host(rows, self.last_states.device)]
-
     @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:
-        assert self.last_states is not None, "draft() before the prefill was observed"
         states = self.last_states.to(device=self.drafter.device, dtype=self.drafter.dtype)
         if self.calls is None:
             return self.drafter(states, self.lm_head)

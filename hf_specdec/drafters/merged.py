@@ -216,7 +216,7 @@ class MergedGenerator(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         self.began = time.perf_counter()
-        budget = self.budget if context.node_limit is None else min(self.budget, context.node_limit)
+        budget = context.at_most(self.budget)
         # Sources must not sample: their tokens would not follow the distribution of the union.
         greedy = replace(context, choice=GREEDY, node_limit=budget)
         self.unions = [Union([text[-1]]) for text in context.texts]

@@ -504,17 +504,11 @@ class _Block(nn.Module):
 
 def _filled(template: nn.Module, name: str, parts: Mapping[str, Mapping[str, Tensor]], kind: str) -> Any:
     """A copy of a module with the weights of this name."""
-    module, tensors = copy.deepcopy(template), parts.get(name, {})
-    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    given = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    differ = [
-        f"{name}.{key} {given.get(key, 'missing')}, where {wanted.get(key, 'nothing')} belongs"
-        for key in sorted(wanted.keys() | given.keys())
-        if wanted.get(key) != given.get(key)
-    ]
-    if differ:
-        raise _misfit(kind, differ)
-    module.load_state_dict(tensors)
+    module = copy.deepcopy(template)
+    try:
+        module.load_state_dict(parts.get(name, {}))
+    except RuntimeError as error:
+        raise _misfit(kind, [f"{name}: {error}"]) from error
     return module
 
 

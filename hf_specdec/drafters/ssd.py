@@ -231,9 +231,7 @@ class SSDGenerator(TreeCandidateGenerator):
             path_logprobs=[row.logprobs or [] for row in self.rows] if has_logprobs else None,
             device=context.root_ids.device,
         )
-        budget = (
-            self.options.node_limit if context.node_limit is None else min(self.options.node_limit, context.node_limit)
-        )
+        budget = context.at_most(self.options.node_limit)
         context.lap("draft")
         return tree.first_nodes(budget)
 

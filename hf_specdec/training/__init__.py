@@ -4,24 +4,16 @@ Nothing here is imported by `import hf_specdec`. Rows of text and the training o
 `hf_specdec[train]`; what `hf_specdec/adaptation/` uses does not.
 """
 
-from hf_specdec.training.causal_lm import DistillationStep
-from hf_specdec.training.dflash import DFlashStep
-from hf_specdec.training.dspark import DSparkStep
-from hf_specdec.training.eagle3 import Eagle3Step
-from hf_specdec.training.medusa import MedusaStep
-from hf_specdec.training.parallel_heads import ParallelHeadsStep
-from hf_specdec.training.specblock import SpecBlockStep
-from hf_specdec.training.specbound import SpecBoundStep
+from hf_specdec.training import (  # noqa: F401  (each registers its recipe)
+    causal_lm,
+    dflash,
+    dspark,
+    eagle3,
+    medusa,
+    parallel_heads,
+    specblock,
+    specbound,
+)
 from hf_specdec.training.trainer import DrafterTrainer
 
-__all__ = [
-    "DFlashStep",
-    "DSparkStep",
-    "DistillationStep",
-    "DrafterTrainer",
-    "Eagle3Step",
-    "MedusaStep",
-    "ParallelHeadsStep",
-    "SpecBlockStep",
-    "SpecBoundStep",
-]
+__all__ = ["DrafterTrainer"]

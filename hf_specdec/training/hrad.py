@@ -172,12 +172,11 @@ def collect(
     Raises:
         ValueError: nothing was drafted.
     """
-    recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
+    recorder: Any = _RecordingDrafter.from_models(
+        draft_model, target, pauses=False, parallel=False, lengths="fixed", depth=draft_length,
+        speed_ratio=float(draft_length),
+    )  # fmt: skip
     recorder.examples = []
-    recorder.attach(draft_model)
-    recorder.set_options(
-        pauses=False, parallel=False, lengths="fixed", depth=draft_length, speed_ratio=float(draft_length)
-    )
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     max_seconds = None if max_minutes is None else 60 * max_minutes
@@ -205,17 +204,6 @@ def collect(
         )
     inputs, classes = zip(*recorder.examples, strict=True)
     return Examples(torch.stack(inputs), torch.tensor(classes))
-
-
-def _config(target: PreTrainedModel, draft_model: PreTrainedModel, *, h_rad: bool = True) -> SpecBranchConfig:
-    own = draft_model.config.get_text_config(decoder=True)
-    return SpecBranchConfig.of_target(
-        target,
-        draft_model=draft_model.name_or_path or None,
-        draft_hidden_size=own.hidden_size,
-        draft_num_layers=own.num_hidden_layers,
-        h_rad=h_rad,
-    )
 
 
 def balance(examples: Examples, neighbours: int, seed: int) -> Examples:
@@ -390,7 +378,15 @@ def main(
             )
     for model in (target, draft_model):
         check_width(max(map(len, prompts)) + options.new_tokens, "prompts and --new-tokens together", model)
-    drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
+    own = draft_model.config.get_text_config(decoder=True)
+    config = SpecBranchConfig.of_target(
+        target,
+        draft_model=draft_model.name_or_path or None,
+        draft_hidden_size=own.hidden_size,
+        draft_num_layers=own.num_hidden_layers,
+        h_rad=True,
+    )
+    drafter = SpecBranchDrafter(config).eval()
     drafter.attach(draft_model)
     drafter.check_target(target)
     h_rad = drafter.h_rad

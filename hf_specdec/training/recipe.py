@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.registry import runs_again, unknown_name
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
@@ -63,7 +63,10 @@ def register_recipe(recipe: Recipe[Any]) -> None:
     Raises:
         ValueError: another recipe has this name.
     """
-    if RECIPES.setdefault(recipe.name, recipe) is not recipe:
+    known = RECIPES.setdefault(recipe.name, recipe)
+    if runs_again(known.prepare, recipe.prepare):
+        RECIPES[recipe.name] = recipe
+    else:
         raise ValueError(f"A training recipe {recipe.name!r} is registered already; choose another name.")
 
 

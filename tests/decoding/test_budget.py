@@ -243,7 +243,7 @@ def tree_of(probabilities: list[float], rows: int = 1) -> DraftTree:
 
 
 @pytest.mark.parametrize(
-    ("slope", "expected"), [(0.0, 4), (0.05, 3), (0.5, 1)], ids=["free nodes", "dear nodes", "very dear nodes"]
+    ("slope", "expected"), [(0.0, 4), (0.05, 3), (0.5, 1)], ids=["free nodes", "costly nodes", "very costly nodes"]
 )
 def test_nodes_are_kept_while_they_gain_more_than_they_cost(slope: float, expected: int) -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.0, slope=slope))
@@ -345,7 +345,7 @@ def test_first_rounds_do_not_count_against_the_drafter() -> None:
         drafting = budget.drafting
         cut = budget.cut(tree, [True]) if drafting else DraftTree.root_only(torch.tensor([0]))
         nodes = cut.num_nodes - 1
-        # The first rounds of all are dear.
+        # The first rounds of all are costly.
         seconds = 1.0 + 0.05 * nodes + (5.0 if round_ < 2 else 0.0)
         budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], drafting, seconds)
         rested += [] if drafting else [round_]

@@ -21,7 +21,7 @@ def test_unknown_method_to_train_suggests_the_nearest():
 
 def test_second_recipe_of_a_name_is_refused():
     with pytest.raises(ValueError, match="A training recipe 'dflash' is registered already"):
-        register_recipe(Recipe("dflash", RECIPES["dflash"].options, RECIPES["dflash"].prepare))
+        register_recipe(Recipe("dflash", RECIPES["dflash"].options, RECIPES["dspark"].prepare))
 
 
 @pytest.mark.parametrize("method", sorted(RECIPES))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,8 +45,6 @@ from hf_specdec.decoding.tree import DraftTree, from_host
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
-
-_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that passed `check_slices`
 
 
 @dataclass(frozen=True)
@@ -302,19 +299,17 @@ def check_slices(model: PreTrainedModel) -> None:
             f"{error}. SpecBound runs the target's own layers on the nodes that it drafts, so it cannot use "
             "transformers' own loop; use another method for this target."
         ) from error
-    if model not in _SLICES_ARE_EXACT:
-        apart, own, largest = _try_slices(model, slices)
-        # Other batch sizes may round differently in low precision; a missing scale gives far larger differences.
-        share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-        if not apart <= max(share * largest, 2 * own):
-            raise ValueError(
-                f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
-                f"from those of its complete forward (up to {largest:.3g}), so this model computes something around "
-                f"its layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
-                "(hf_specdec/drafters/specbound/drafting.py) does not describe. Use a method that runs complete "
-                "forwards."
-            )
-        _SLICES_ARE_EXACT.add(model)
+    apart, own, largest = _try_slices(model, slices)
+    # Other batch sizes may round differently in low precision; a missing scale gives far larger differences.
+    share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not apart <= max(share * largest, 2 * own):
+        raise ValueError(
+            f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
+            f"from those of its complete forward (up to {largest:.3g}), so this model computes something around "
+            f"its layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+            "(hf_specdec/drafters/specbound/drafting.py) does not describe. Use a method that runs complete "
+            "forwards."
+        )
 
 
 @torch.no_grad()
@@ -436,7 +431,7 @@ class EarlyExitGenerator(PendingGenerator):
         self.chains = [[token] for token in context.root_ids.tolist()]
         columns, draft_probs = [context.root_ids], []
         finite = [True] * len(active)
-        width = self.width if context.node_limit is None else min(self.width, 1 + context.node_limit)
+        width = 1 + context.at_most(self.width - 1)
         while chain.num_nodes < width:
             active, token_ids, probs, are_finite = self.next_tokens(chain, active, context.choice)
             if chain.num_nodes == 1:

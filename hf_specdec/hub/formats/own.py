@@ -53,7 +53,8 @@ def find_own_layout(config: Config, name: str, registered: Iterable[Format]) -> 
         nearest = difflib.get_close_matches(family, known, n=1)
         raise ValueError(
             f"{name!r} has model_type {model_type!r}, but there is no family {family!r}."
-            f"{f' Did you mean {nearest[0]!r}?' if nearest else ''} Known: {', '.join(sorted(known))}. If it was saved "
-            "by another version of hf_specdec, update hf_specdec."
+            f"{f' Did you mean {nearest[0]!r}?' if nearest else ''} Known: {', '.join(sorted(known))}. If it is a "
+            "method of your own, import the module that registers it first; if another version of hf_specdec saved it, "
+            "update hf_specdec."
         )
     return known[family]
