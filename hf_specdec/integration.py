@@ -33,7 +33,7 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import AssistedChains, OneByOne, continuation_refused, other_calls
+from hf_specdec.decoding.chains import AssistedChains, OneByOne, why_called_otherwise, why_no_continuation
 from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
@@ -43,7 +43,7 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
+from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, check_supported, why_chains_are_refused
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
 from hf_specdec.decoding.upstream import CACHE, EXPECTED, cache_name, check_signatures, new_cache, sample
@@ -224,12 +224,12 @@ def _assisted_decoding(
             "is lossless."
         )
     rows = len(input_ids)
-    calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
+    calls = why_called_otherwise(kwargs["logits_processor"], kwargs["stopping_criteria"])
     if rows == 1 and calls is not None:
         return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
     trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
-    trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
-    trouble = trouble or continuation_refused(input_ids, kwargs) or why_no_chains(self, padded=padded)
+    trouble = trouble or why_chains_are_refused(self, kwargs["generation_config"].max_length)
+    trouble = trouble or why_no_continuation(input_ids, kwargs) or why_no_chains(self, padded=padded)
     if trouble is not None:
         why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
         return _decode_plainly(self, assistant_model, why, *args, **kwargs)

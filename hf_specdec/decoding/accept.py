@@ -160,7 +160,7 @@ class Verdict:
             if any(row[3] > 1 for row in rows):
                 raise _no_distribution()
             self.host = HostVerdict(
-                tokens=[[*row[6 : 5 + row[0]], row[1]] if row[0] else [] for row in rows],
+                tokens=[[*ids[1:count], bonus] if count else [] for count, bonus, _, _, _, *ids in rows],
                 num_drafted=[row[4] - 1 for row in rows],
                 finite=[bool(row[2]) for row in rows],
                 nan=[bool(row[3]) for row in rows],
@@ -213,7 +213,6 @@ class Acceptor:
         self.keep_scores = keep_scores
         self.lockstep = lockstep
         self.noise: PositionNoise | None = None  # of a sampling call, from its first choice on
-        self._noise_here: Tensor | None = None  # of the choices that come next
         self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
         readers = [type(each).__name__ for each in logits_processor if type(each) not in PREFIX_FREE]
         self.prefix_free, self.on_host = not readers, abilities(torch.device(device)).host_memory
@@ -294,17 +293,15 @@ class Acceptor:
             nodes = torch.arange(tree.num_nodes, device=logits.device).unsqueeze(0)
             choices = coupled_choices(logits, *_drafts_after(tree, rows, nodes))
         else:
-            if self.noise is not None:
-                self._noise_here = self.noise.at_nodes(tree, logits.shape[-1])
-            choices = self._choose(logits)
+            noise = None if self.noise is None else self.noise.at_nodes(tree, logits.shape[-1])
+            choices = self._choose(logits, noise)
         if drawn is not None:
             leaf = (rows[:, 0], drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
         return choices
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [...] int64: the target's choice, in a call that samples with the noise taken for it."""
-        noise, self._noise_here = self._noise_here, None  # as large as `scores`
+    def _choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
+        """[..., vocab] -> [...] int64: the target's choice; noise of the same shape in a call that samples."""
         if noise is None:
             return scores.argmax(-1)
         best = (scores + noise).max(-1)
@@ -339,10 +336,10 @@ class Acceptor:
             if not remaining:
                 break
             at_node = logits[rows, node]
-            processed = torch.empty_like(at_node)
             if self.prefix_free:
                 processed = self.processors(tree.token_ids[:, :1], at_node)
             else:
+                processed = torch.empty_like(at_node)
                 for length, group in sequences.by_length(remaining).items():
                     prefixes = sequences.prefixes(length + depth, group)
                     values = self.processors(prefixes, at_node[sequences.source_rows(group)])
@@ -448,9 +445,9 @@ class Acceptor:
         if self.do_sample and tree.draft_probs is not None:
             chosen = coupled_choices(scores, *_drafts_after(tree, index, node[index]))
         else:
-            if self.noise is not None:
-                self._noise_here = self.noise.at(index, self.noise.position[index] + depth, scores.shape[-1])
-            chosen = self._choose(scores)
+            noise, vocab = self.noise, scores.shape[-1]
+            here = None if noise is None else noise.at(index, noise.position[index] + depth, vocab)
+            chosen = self._choose(scores, here)
         if drawn is not None:
             at_leaf = [place for place, row in enumerate(rows) if int(node[row]) == int(drawn.nodes[row])]
             if at_leaf:

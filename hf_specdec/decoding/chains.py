@@ -43,7 +43,7 @@ def best_path(tree: DraftTree) -> list[int]:
     return path
 
 
-def other_calls(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> str | None:
+def why_called_otherwise(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> str | None:
     """Why transformers' loop would not decode as plain decoding does with these objects; None if it would.
 
     It calls criteria only at the end of a round, and processors for drafts that are refused, too.
@@ -72,7 +72,7 @@ class OneByOne(BaseStreamer):
         self.streamer.end()
 
 
-def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
+def why_no_continuation(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
     """Why transformers' loop cannot continue the cache that its caller has passed; None if it can, or there is none.
 
     Args:

@@ -247,7 +247,7 @@ class SpeculativeDecoding:
             tree = self.policy.draft(self.generator, context)
             self.stats.lap("draft")
             tree = tree.to(sequences.ids.device).within_vocabulary(self.vocab_size)  # a drafter may have its own device
-            tree = self.target.within_reach(tree, self.state.root_positions)
+            tree = self.target.verifiable_part(tree, self.state.root_positions)
         self.stats.lap("tree")
         return tree
 

@@ -2,7 +2,7 @@
 
 transformers chooses the frequencies of a forward by its largest position. Plain decoding runs one position at a time, a
 tree several: a node beyond the position where frequencies change would change them for the nodes before it too. So a
-round ends at that position and the next one continues after it (`TargetModel.within_reach`).
+round ends at that position and the next one continues after it (`TargetModel.verifiable_part`).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
         return all(logits(**{name: other}).equal(without) for other in others)
 
 
-def check_attended(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+def refuse_cross_attention(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     """Raises TreesRefusedError if layers of the target would attend to something besides the text."""
     config = model.config.get_text_config(decoder=True)
     given: Sequence[str] = [name for name in _CROSS_ATTENDED if model_kwargs.get(name) is not None]

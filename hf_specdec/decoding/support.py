@@ -72,7 +72,7 @@ def can_be_cut_back(model: PreTrainedModel) -> bool:
     return known and all(type(layer) in KINDS for layer in upstream.cache_layers(model))
 
 
-def chains_refused(model: PreTrainedModel, max_length: int) -> str | None:
+def why_chains_are_refused(model: PreTrainedModel, max_length: int) -> str | None:
     """Why transformers' own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
     if upstream.cache_name(model) != upstream.CACHE:
         return f"that loop does not support caches in the argument {upstream.cache_name(model)}"

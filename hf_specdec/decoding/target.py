@@ -35,7 +35,7 @@ from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.same_bits import most_rows
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import capacity_for, static_verify
-from hf_specdec.decoding.step_arguments import NextStep, check_attended, next_step
+from hf_specdec.decoding.step_arguments import NextStep, next_step, refuse_cross_attention
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -142,7 +142,7 @@ class TargetModel:
         self.output_options = {name: True for name, requested in options.items() if requested}
         self.bound_rows = bound_rows(model)
         self.ranges = ranges_of(model)
-        self.steps_on_nodes = standins.counts_entries(model)
+        self.layers_need_nodes = standins.counts_entries(model)
         self.cache_name = upstream.cache_name(model)
         self.takes_positions = upstream.takes_positions(model)
         self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.ranges]
@@ -265,8 +265,8 @@ class TargetModel:
         check_supported(self.model)
         given = model_kwargs.get(self.cache_name)
         self.cache = self._new_cache() if given is None else TreeCache.continuing(given, self.num_layers)
-        self.steps_on_nodes = self.cache.keeps_states or standins.counts_entries(self.model)
-        if self.steps_on_nodes:
+        self.layers_need_nodes = self.cache.keeps_states or standins.counts_entries(self.model)
+        if self.layers_need_nodes:
             standins.install(self.model)
             if self.compile_mode != "none":
                 logger.warning(
@@ -280,7 +280,7 @@ class TargetModel:
                 f"Target {type(self.model).__name__} supports position biases only for one row, and the batch has "
                 f"{len(input_ids)}: in trees, rows of different lengths would need different biases"
             )
-        check_attended(self.model, model_kwargs)
+        refuse_cross_attention(self.model, model_kwargs)
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, **{self.cache_name: self.cache})
         if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.has_dummies:
@@ -431,7 +431,7 @@ class TargetModel:
         """[batch] int64: the largest position that this round may use, by all rotary limits."""
         return torch.stack([limit.reach(root_positions) for limit in self.rotary_limits]).amin(0)
 
-    def within_reach(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
+    def verifiable_part(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
         """The same tree without nodes that would change rotary frequencies (`rotary.py`) or bits (`same_bits.py`)."""
         if self.same_bits:
             tree = tree.first_nodes(self.most_rows // len(tree.token_ids) - 1)
@@ -545,7 +545,7 @@ class TargetModel:
 
     def on_nodes(self, tree: DraftTree, first: int) -> AbstractContextManager[None]:
         """A context for forwards of the nodes of a tree from `first` on."""
-        return self._giving_nodes(tree, first) if self.steps_on_nodes or self.same_bits else self.own_attention
+        return self._giving_nodes(tree, first) if self.layers_need_nodes or self.same_bits else self.own_attention
 
     @contextmanager
     def _giving_nodes(self, tree: DraftTree, first: int) -> Iterator[None]:

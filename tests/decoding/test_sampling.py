@@ -211,7 +211,7 @@ class AcceptsArgmaxAsIfSampled(Acceptor):
 
     draft_probs = torch.tensor([0.04, 0.04, 0.04, 0.46, 0.21, 0.21])  # their argmax is 3, the token drafted
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
         target_probs = scores.softmax(-1)
         accepted = torch.rand(scores.shape[:-1]) < target_probs[..., 3] / self.draft_probs[3]
         left = (target_probs - self.draft_probs).clamp(min=0)
@@ -222,9 +222,9 @@ class AcceptsArgmaxAsIfSampled(Acceptor):
 class AcceptsTheLikelierHalf(Acceptor):
     """Wrong: a draft is accepted where the target finds it likely enough, whatever was drawn."""
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
         likely = scores.softmax(-1)[..., 3] > 1 / VOCAB
-        return super()._choose(scores).masked_fill(likely, 3)
+        return super()._choose(scores, noise).masked_fill(likely, 3)
 
 
 @pytest.mark.parametrize("rule", [AcceptsArgmaxAsIfSampled, AcceptsTheLikelierHalf])
