@@ -90,9 +90,9 @@ def disable() -> None:
 def attach(model: Any, drafter: Drafter) -> ExitStack:
     """From now on, the model's own `generate` drafts with `drafter`: for programs that call it without an assistant.
 
-    A call that passes `assistant_model` itself decides for itself; None decodes plainly. So do calls that name another
-    assistant of transformers, or a `custom_generate`. What drafts cannot be used for, such as beam search, is decoded
-    as without a drafter, with a warning.
+    A call that passes `assistant_model` uses that one; with `assistant_model=None` it decodes without drafts, and so do
+    calls that name another assistant of transformers, or a `custom_generate`. Calls that cannot use drafts, such as
+    beam search, run without the drafter, with a warning.
 
     The drafter belongs to the model in this process; it is neither saved nor copied with it.
 
@@ -489,7 +489,7 @@ def _decode_chains(
     arguments = others | {CACHE: cache, "assistant_model": generator}
     if others.get("streamer") is not None:
         arguments["streamer"] = OneByOne(others["streamer"])
-    if embeddings is not None:  # the mask has no padding, and would be cut; older versions cannot read None
+    if embeddings is not None:  # it would be cut to the number of ids; it has no padding
         arguments.pop("attention_mask", None)
     if cache.get_seq_length():
         chains.start_after(

@@ -315,9 +315,10 @@ class Acceptor:
         drawn: DrawnCandidates | None,
         active: list[bool] | None,
     ) -> Verdict:
-        """The same rule for the nodes of the path only: one call per accepted token plus one, and length if it is read.
+        """The same rule for the nodes of the path only: one call of the processors per accepted token, plus one.
 
-        The batch is complete if processors read the prefix, since they may look up a row's place.
+        If processors read the prefix, there is one call per length of the rows, with the complete batch, since they may
+        look up a row's place.
         """
         batch, _, vocab = logits.shape
         rows = torch.arange(batch, device=logits.device)

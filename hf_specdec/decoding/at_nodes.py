@@ -1,8 +1,8 @@
-"""Known processors that read the text, for all nodes of a tree at once: what a node's prefix is, the tree tells.
+"""Known processors that read the text, for all nodes of a tree at once: the tree gives each node's prefix.
 
 On a device they need no step of the host per accepted token. transformers' own classes compute the scores. There are
-two kinds: a repetition penalty depends on which tokens occur, so all nodes of a row can have ids of one length; a least
-length changes scores only below it.
+two kinds: a repetition penalty depends on which tokens occur, so all nodes of a row can have ids of one length; a
+minimum length changes scores only below it.
 """
 
 from __future__ import annotations

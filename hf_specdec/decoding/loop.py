@@ -167,7 +167,7 @@ class SpeculativeDecoding:
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)
         self.read(VerifiedRound(tree, output, verdict), is_prefill=True)  # streams the first token
-        # New tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
+        # Room for new tokens and the nodes of a round; only captured forwards use all of it. Buffers grow in steps.
         new = min(self.config.max_length - sequences.prompt_length, 4096)
         target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
@@ -206,7 +206,7 @@ class SpeculativeDecoding:
         self.stats.lap("commit")
 
     def prepare(self) -> None:
-        """Chooses which weights this round multiplies with; the time belongs to no round."""
+        """Chooses which weights this round multiplies with; the time is counted as prefill."""
         seconds = self.packed.prepare(self.config.max_length - max(self.sequences.lengths))
         if seconds:
             self.policy.exclude(seconds)
@@ -223,7 +223,8 @@ class SpeculativeDecoding:
             not self.acceptor.at_once or self.sequences.lockstep,  # processors and criteria read the text
             self.nan_rows is not None,  # the next tree has no drafts
             any(observer.waits for observer in self.observers),
-            self.may_drop_rows and bool(self.sequences.finished_indices),  # rows leave with no round under way
+            self.may_drop_rows
+            and bool(self.sequences.finished_indices),  # they leave once all verdicts are read
         )
         if any(host_decides):
             return 0
@@ -256,6 +257,7 @@ class SpeculativeDecoding:
         verdict, cache = verified.verdict, self.target.cache
         counts = verdict.counts
         if cache.keeps_states:  # states cannot be cropped, so tokens after the end of the text must not be committed
+            # Of this round, which has been read: such targets are not captured. As many nodes, with root, as tokens.
             counts = Counts.of(self.sequences.of_remaining(self.sequences.in_output(self.kept)), counts.tensor.device)
         if verdict.host is not None and verdict.host.is_prefix:  # without copies if rows have one length
             cache.commit_first(counts)

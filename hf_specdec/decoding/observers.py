@@ -1,4 +1,7 @@
-"""Observers of a call: what happened in each round, once the host has read it. They change nothing of it."""
+"""Observers of a call: what happened in each round, once the host has read it.
+
+They do not change the output. A policy is one of them, and uses what it sees for the next drafts.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
             before, last = _copied(cache), kwargs
 
     def crop(tokens: int) -> None:
-        """Like transformers': `tokens` is minus the number of tokens to drop."""
+        """Like transformers': `tokens` is negative, the number of tokens to drop."""
         if not tokens:
             return
         vars(cache).update(before)

@@ -39,7 +39,8 @@ class DraftTree:
         path_logprobs: [batch, nodes] floating, nats: the drafter's log-probability of the path to each node, or None.
             Nodes are then sorted by it in descending order; 0 at the root, -inf at padding. Sampled chains
             (`draft_probs`) must not have it: cutting them by what was sampled would change the output's distribution.
-        no_drafts: [batch] bool, or None for all False. True where `without_drafts` has removed all nodes but the root.
+        no_drafts: [batch] bool, or None for all False. True for rows without drafts, whose NaN logits are accepted: in
+            the prefill, and where `without_drafts` has removed all nodes but the root.
     """
 
     token_ids: Tensor

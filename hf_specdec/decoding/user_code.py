@@ -1,7 +1,7 @@
 """Which processors and criteria are known to be stateless: classes of transformers that look at each row by itself.
 
 A known class computes each row of its result from the ids and scores of that row alone, and keeps nothing from call to
-call. So it may be called in any order, for drafts that are refused, and in a batch whose other rows are something else.
+call. So it may be called in any order, for drafts that are refused, and in a batch whose other rows hold other texts.
 Everything else is user code: it may keep a flag, a matcher or counts per row, or judge all rows together, so it must
 see the calls of plain decoding and no others. That includes subclasses, functions, transformers' own classes with state
 (SynthID watermarks, classifier-free guidance) and a `prefix_allowed_tokens_fn`, which is the caller's function. A class
