@@ -172,7 +172,7 @@ _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 
 # Settings of a call by which transformers drafts itself, or with which it calls an assistant's `generate`.
-_HOSTS_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
+_OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
 
 
 class _CallRefusedError(ValueError):
@@ -188,7 +188,7 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
     if (
         "assistant_model" in given
         or given.get("custom_generate") is not None
-        or any(settings.get(name) for name in _HOSTS_ASSISTANTS)
+        or any(settings.get(name) for name in _OTHER_ASSISTANTS)
     ):
         return original(self, *args, **kwargs)
     try:

@@ -223,8 +223,7 @@ class SpeculativeDecoding:
             not self.acceptor.at_once or self.sequences.lockstep,  # processors and criteria read the text
             self.nan_rows is not None,  # the next tree has no drafts
             any(observer.waits for observer in self.observers),
-            self.may_drop_rows
-            and bool(self.sequences.finished_indices),  # they leave once all verdicts are read
+            self.may_drop_rows and bool(self.sequences.finished_indices),  # they leave once all verdicts are read
         )
         if any(host_decides):
             return 0

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.host_keys import CODE, listed, without_host_keys
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
 from hf_specdec.hub.formats.keys import check_keys
 from hf_specdec.hub.formats.published import PUBLISHED
 from hf_specdec.hub.recognition import drafter_layout, recognise
 from hf_specdec.hub.wording import printable
+from hf_specdec.unsafe_keys import CODE, listed, without_unsafe_keys
 
 # Upper bounds for modules that are built one by one.
 MAX_LAYERS, MAX_EXPERTS = 256, 1024
@@ -82,7 +82,7 @@ def read_config(
     fields = read_json(folder / CONFIG_FILE, name)
     _check_kinds(fields, name)
     config = f"{CONFIG_FILE} of {name!r}"
-    fields, dropped = without_host_keys(fields)
+    fields, dropped = without_unsafe_keys(fields)
     if dropped:
         warnings.warn(
             f"{config} has {listed(dropped)}, by which transformers would load or run what the checkpoint names: "

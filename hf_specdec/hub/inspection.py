@@ -21,7 +21,6 @@ from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
 from hf_specdec.drafters.registry import FAMILIES, check_has_checkpoint
-from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
@@ -29,6 +28,7 @@ from hf_specdec.hub.loading import make_blueprint, registered_formats
 from hf_specdec.hub.mtp import layer_note
 from hf_specdec.hub.tensors import differences, read_headers
 from hf_specdec.hub.wording import printable
+from hf_specdec.unsafe_keys import CODE
 
 # The fields that a report shows; also found in `dflash_config`.
 _FACTS = (

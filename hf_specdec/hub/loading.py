@@ -154,12 +154,12 @@ def load_drafter(
             drafting_options["drafter"] = load_drafter(drafting_options["drafter"], target, **common)
         return WEIGHTLESS[name](**drafting_options)
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)
+    format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
     family = FAMILIES[format.family]
     if family.load is not None:
         dtype = asked_dtype or _dtype_of(target)
-        host_model: Any = _load_host_model(format, fields, source, folder, dtype, target, drafting_options)
-        return host_model.to(_device_for(target) if device is None else device)
+        language_model: Any = _load_language_model(format, fields, source, folder, dtype, target, drafting_options)
+        return language_model.to(_device_for(target) if device is None else device)
 
     with _naming_config(format, name):
         by_config = format.read(fields, None)
@@ -226,13 +226,13 @@ def registered_formats() -> list[Format]:
     return formats
 
 
-def _host_defaults(format: Format) -> dict[str, Any]:
+def _config_defaults(format: Format) -> dict[str, Any]:
     """Defaults of a format's config class, for keys that a newer transformers wrote."""
     config_class = getattr(FAMILIES[format.family].drafter, "config_class", None)
     return {field.name: field.default for field in dataclasses.fields(config_class)} if config_class else {}
 
 
-def _load_host_model(
+def _load_language_model(
     format: Format,
     fields: dict[str, Any],
     source: Source,
@@ -278,7 +278,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
     """
     folder = source.locate([CONFIG_FILE])
     try:
-        format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)
+        format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
     except NotADrafterError as error:
         raise ValueError(
             f"{source.name!r} is not a language model of transformers, such as LlamaForCausalLM: {error.found}. A "
@@ -286,7 +286,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
         ) from error
     if FAMILIES[format.family].load is None:
         raise ValueError(f"{source.name!r} is a drafter ({format.name}), not a language model.")
-    return _load_host_model(format, fields, source, folder, dtype, None, {})
+    return _load_language_model(format, fields, source, folder, dtype, None, {})
 
 
 def _check_amount(

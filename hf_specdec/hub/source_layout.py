@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 
 from hf_specdec.drafters.pretrained import PretrainedDrafter, SourceLayout, SourceTensor
 from hf_specdec.drafters.registry import method_of
-from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source
 from hf_specdec.hub.formats.base import Format, Headers
 from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS
 from hf_specdec.hub.tensors import load_tensors, read_headers
+from hf_specdec.unsafe_keys import listed
 
 _WAY_OUT = "or save it in the layout of this library: drafter.save_pretrained(folder)"
 

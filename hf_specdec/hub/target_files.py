@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_json, safetensors_headers
 from hf_specdec.hub.tensors import DTYPES
+from hf_specdec.unsafe_keys import listed
 
 
 @dataclass(frozen=True)

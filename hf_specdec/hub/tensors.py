@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import safetensors_headers
 from hf_specdec.hub.formats.base import StoredTensor
+from hf_specdec.unsafe_keys import listed
 
 # safetensors' names of the dtypes that the weights of a drafter may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.registry import FAMILIES
-from hf_specdec.host_keys import without_host_keys
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.dflash2 import DFLASH2
 from hf_specdec.hub.formats.dspark import DSPARK
@@ -27,6 +26,7 @@ from hf_specdec.hub.formats.specblock import SPECBLOCK
 from hf_specdec.hub.formats.specforge import SPECFORGE
 from hf_specdec.hub.formats.zlab import ZLAB
 from hf_specdec.hub.loading import registered_formats
+from hf_specdec.unsafe_keys import without_unsafe_keys
 from tests.hub.layouts import CASES, LAYERS, build
 from tests.methods import METHODS
 from tests.targets import make_target, one_prompt
@@ -308,7 +308,7 @@ def test_draft_model_of_a_pair_and_generation_settings_name_no_kernel(target: Pr
 def test_nested_keys_are_dropped_and_named() -> None:
     vision = {"attn_implementation": "owner/kernel", "auto_map": {"AutoModel": "code.Model"}, "width": 1}
     parts = [{"_experts_implementation": "owner/experts"}, 3]
-    kept, dropped = without_host_keys({"_name_or_path": "x", "vision_config": vision, "parts": parts, "auto_map": {}})
+    kept, dropped = without_unsafe_keys({"_name_or_path": "x", "vision_config": vision, "parts": parts, "auto_map": {}})
     assert kept == {"vision_config": {"width": 1}, "parts": [{}, 3], "auto_map": {}}
     assert dropped == [
         "vision_config.attn_implementation='owner/kernel'",

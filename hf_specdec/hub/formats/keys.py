@@ -2,7 +2,7 @@
 
 A `Section` lists the keys of one object of a config: keys that the reader reads, keys that it need not read, and keys
 that it need not read if they have certain values. Every `Format` has one, except that of plain language models. Readers
-check the values. `hf_specdec/host_keys.py` first drops the keys by which transformers would load or run something.
+check the values. `hf_specdec/unsafe_keys.py` first drops the keys by which transformers would load or run something.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_specdec.host_keys import MOST_SHOWN, listed, shown
+from hf_specdec.unsafe_keys import MOST_SHOWN, listed, shown
 
 Config = dict[str, Any]
 

@@ -45,11 +45,11 @@ def listed(items: list[str]) -> str:
     return ", ".join(items[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
+def without_unsafe_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
     """A config without the dropped keys, and the list of dropped keys with a value that is reported.
 
     Example:
-        >>> without_host_keys({"hidden_size": 8, "text_config": {"_attn_implementation": "owner/kernel"}})
+        >>> without_unsafe_keys({"hidden_size": 8, "text_config": {"_attn_implementation": "owner/kernel"}})
         ({'hidden_size': 8, 'text_config': {}}, ["text_config._attn_implementation='owner/kernel'"])
     """
     kept: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str
         cleaned = []
         for part in parts:
             if isinstance(part, dict):
-                part, more = without_host_keys(part, f"{place}{key}.")
+                part, more = without_unsafe_keys(part, f"{place}{key}.")
                 dropped += more
             cleaned.append(part)
         kept[key] = cleaned if isinstance(value, list) else cleaned[0]
