@@ -21,15 +21,19 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in t
 def has_plain_weight(module: nn.Module) -> bool:
     """Whether `module.weight` is an ordinary floating-point parameter, in memory."""
     weight = module._parameters.get("weight")
-    return type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta
+    return weight is not None and _is_plain(weight) and not weight.is_meta
+
+
+def _is_plain(weight: Tensor | None) -> bool:
+    # Numbers of 8 bits have scales beside them.
+    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.element_size() > 1
 
 
 def is_quantised(model: nn.Module) -> bool:
     """Whether a linear layer of a model keeps its weight in another form than a floating-point parameter."""
     for part in model.modules():
-        weight = part._parameters.get("weight")
-        plain = weight is not None and type(weight) is nn.Parameter and weight.is_floating_point()
-        if hasattr(part, "in_features") and hasattr(part, "out_features") and not plain:
+        is_linear = hasattr(part, "in_features") and hasattr(part, "out_features")
+        if is_linear and not _is_plain(part._parameters.get("weight")):
             return True
     return False
 

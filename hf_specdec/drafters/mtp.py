@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.masks import SLIDING, additive
-from hf_specdec.decoding.modules import apply_head
+from hf_specdec.decoding.modules import apply_head, is_quantised
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.upstream import load_part
@@ -251,18 +251,15 @@ def check_supported(target: PreTrainedModel, layout: Layout) -> None:
     if layout.needs is not None:
         raise ValueError(f"{kind} needs {layout.needs}. That is not supported: use another drafter.")
     copies = f"{kind} is built from copies of the target's modules"
-    for parameter in target.parameters():
-        if parameter.device == _META:
-            raise ValueError(
-                f"{copies}, but weights of the target are offloaded: load it without offloading, or use another "
-                "drafter."
-            )
-        if parameter.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"{copies}, but weights of the target are quantised ({parameter.dtype}): load it in bfloat16, with "
-                "quantization_config=FineGrainedFP8Config(dequantize=True) if it is stored in blocks of 8 bits, or use "
-                "another drafter."
-            )
+    if any(parameter.is_meta for parameter in target.parameters()):
+        raise ValueError(
+            f"{copies}, but weights of the target are offloaded: load it without offloading, or use another drafter."
+        )
+    if is_quantised(target):
+        raise ValueError(
+            f"{copies}, but weights of the target are quantised: load it in bfloat16, with quantization_config="
+            "FineGrainedFP8Config(dequantize=True) if it is stored in blocks of 8 bits, or use another drafter."
+        )
     if _final_norm(target) is None:
         raise ValueError(
             f"{copies}, but its {type(target.get_decoder()).__name__} has no final norm under a name that is known "
