@@ -435,6 +435,8 @@ CONTINUED = {
 @pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
 @pytest.mark.parametrize("family", CONTINUED)
 def test_turns_on_one_cache_equal_plain_decoding(family: str, right: Any) -> None:
+    if family == "roformer" and IN_OLDEST:
+        pytest.skip("RoFormer of this transformers cannot run several tokens after cached ones")
     target = CONTINUED[family]()
     alone = in_turns(target, lambda turn, found: None)
     texts = [each for each in alone if isinstance(each, list) and isinstance(each[0], list)]
