@@ -399,7 +399,8 @@ def contents(cache: Any) -> list[Any]:
     tensors = [
         value for each in layers for _, value in sorted(each.items()) if isinstance(value, Tensor) and value.dim() > 1
     ]
-    return [*tensors, [each.get("record_past") for each in layers], cache.get_seq_length()]
+    length = int(cache.get_seq_length())  # in 5.17 its own crop makes it a tensor
+    return [*tensors, [each.get("record_past") for each in layers], length]
 
 
 def in_turns(target: PreTrainedModel, drafter_of_turn: Any, **settings: Any) -> list[Any]:
