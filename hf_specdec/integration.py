@@ -386,7 +386,7 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.drafting_policy(model, len(input_ids), stats).restricted(*limits_of_drafts(generation_config)),
+        policy=drafter.drafting_policy(model, len(input_ids), stats).restrict(*limits_of_drafts(generation_config)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=others.get("streamer"),
         networks=drafter.networks,
@@ -469,7 +469,7 @@ def _decode_chains(
     target = TargetModel(model, drafter.feature_layers(model))
     chains = AssistedChains(
         target,
-        drafter.drafting_policy(model, 1, stats).restricted(*limits_of_drafts(generation_config)),
+        drafter.drafting_policy(model, 1, stats).restrict(*limits_of_drafts(generation_config)),
         stats,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,

@@ -90,6 +90,15 @@ def test_code_of_the_guide_runs_as_printed(page: Path) -> None:
         WEIGHTLESS.pop("echo", None)  # of docs/new-drafter.md
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "py")], ids=lambda page: page.stem)
+def test_what_further_code_imports_is_there(page: Path) -> None:
+    # These blocks need what is not here, such as answers of a model.
+    for block in blocks(page, "py"):
+        for node in ast.parse(block).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hf_specdec"):
+                exec(ast.unparse(node))
+
+
 def test_the_page_on_writing_a_drafter_explains_each_part_of_the_example() -> None:
     page = (ROOT / "docs" / "new-drafter.md").read_text()
     parts = ast.parse((ROOT / "examples" / "custom_drafter.py").read_text()).body

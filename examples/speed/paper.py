@@ -64,7 +64,7 @@ class Cost:
 
     Attributes:
         operators: that compute or copy; views are free.
-        launches: of the host: operators outside of captured graphs, and cuda_graphs.
+        launches: of the host: operators outside of captured graphs, and graphs.
         num_bytes: read and written.
         flops: of matrix products and attention.
     """

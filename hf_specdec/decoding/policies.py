@@ -299,8 +299,8 @@ class DraftingPolicy(Observer):
         self.most_tokens = most_tokens
         self.least_prob: float | None = None
 
-    def restricted(self, most_tokens: int | None, least_prob: float | None) -> DraftingPolicy:
-        """This policy, with `least_prob` set and the limit of drafted nodes lowered."""
+    def restrict(self, most_tokens: int | None, least_prob: float | None) -> DraftingPolicy:
+        """Sets `least_prob`, and lowers the limit of drafted nodes; returns the policy."""
         limits = [limit for limit in (self.most_tokens, most_tokens) if limit is not None]
         self.most_tokens, self.least_prob = min(limits, default=None), least_prob
         return self

@@ -886,9 +886,8 @@ def test_other_modes_are_refused() -> None:
 
 
 def test_compiled_forward_gives_the_targets_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = torch.compile(
-        cuda_graphs.run, dynamic=True, backend="eager"
-    )  # traced as for kernels, without making any
+    # Traced as for kernels, without making any.
+    compiled = torch.compile(cuda_graphs.run, dynamic=True, backend="eager")
     monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: compiled)
     monkeypatch.setattr(cuda_graphs, "can_capture", lambda device: False)
     target, prompts = fresh_target("llama", "sdpa", num_hidden_layers=2), PROMPTS["batch of one"]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from hf_specdec.decoding import same_bits
 from hf_specdec.verification import verify_lossless
@@ -100,6 +101,27 @@ def test_call_without_the_same_bits_says_why(family: str, settings: dict[str, in
         target.generate(**prompts, max_new_tokens=4, do_sample=False, assistant_model=drafter)
     assert drafter.stats is not None
     assert not drafter.stats.same_bits
+
+
+class EightBits(nn.Linear):
+    """As transformers keeps weights of 8 bits, which count as floating point."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype))
+
+
+def test_weights_of_8_bits_are_quantised() -> None:
+    target, prompts = make_target("llama", "sdpa", torch.bfloat16, **WIDE), PROMPTS["batch of one"]()
+    up: Any = target.model.layers[0].mlp.up_proj
+    target.model.layers[0].mlp.up_proj = EightBits(up.in_features, up.out_features, bias=False)
+    weight = nn.Parameter(up.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    target.model.layers[0].mlp.up_proj.weight = weight
+    alone = target.generate(**prompts, max_new_tokens=4, do_sample=False)
+    drafter = random_trees(alone)
+    drafter.set_options(same_bits=True)
+    with pytest.warns(UserWarning, match="same_bits=True has no effect.*has quantised layers"):
+        found = target.generate(**prompts, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert found.tolist() == alone.tolist()
 
 
 def test_no_call_has_the_same_bits_unless_asked() -> None:

@@ -289,7 +289,7 @@ class PendingChain:
 def check_slices(model: PreTrainedModel) -> None:
     """Raises ValueError unless layers of `model` run in slices give the logits of its complete forward.
 
-    The family must have an entry in `LAYOUTS`, and the model is tested on six tokens, once per process.
+    The family must have an entry in `LAYOUTS`, and the model is tested on six tokens.
     """
     slices = LayerSlices(model)
     try:
