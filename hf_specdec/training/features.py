@@ -31,6 +31,7 @@ from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
+from hf_specdec.training.losses import MAX_CHUNK_ELEMENTS
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import Rows
 from hf_specdec.training.vocabulary import draft_ids
@@ -107,9 +108,10 @@ class TargetReader:
         self._check_head(input_ids[:1], last_hidden[:1])
         return TargetStates(features, last_hidden.to(device))
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
-        return self._logits(self.lm_head, hidden)
+    def head(self, hidden: Tensor, target_ids: Tensor | None = None) -> Tensor:
+        """The target's logits, of these tokens or of all: [..., hidden] -> [..., tokens] float32."""
+        head = self.lm_head if target_ids is None else HeadRows(self.lm_head, target_ids.to(hidden.device))
+        return self._soft_cap(None, apply_head(head, hidden))
 
     def draft_labels(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
         """The target's logits over a draft vocabulary, and its most probable token.
@@ -117,24 +119,22 @@ class TargetReader:
         Args:
             hidden: [..., hidden], input of the target's head.
             target_ids: [draft_vocab] int64, ascending; None for the whole vocabulary.
-            whole: take the most probable of all tokens, which computes the whole head; False: of `target_ids` only.
+            whole: take the most probable of all tokens, which computes the whole head, for at most `MAX_CHUNK_ELEMENTS`
+                logits at a time; False: of `target_ids` only.
 
         Returns:
             logits [..., draft_vocab] float32, and the most probable token [...] int64 as a draft id, -1 if it is not in
             the draft vocabulary.
         """
-        if target_ids is None:
-            logits = self.head(hidden)
+        if target_ids is None or not whole:
+            logits = self.head(hidden, target_ids)
             return logits, logits.argmax(-1)
         target_ids = target_ids.to(hidden.device)
-        if not whole:
-            logits = self._logits(HeadRows(self.lm_head, target_ids), hidden)
-            return logits, logits.argmax(-1)
-        logits = self.head(hidden)
-        return logits[..., target_ids], draft_ids(logits.argmax(-1), target_ids)
-
-    def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        return self._soft_cap(None, apply_head(head, hidden))
+        length = max(1, MAX_CHUNK_ELEMENTS // self.model.config.get_text_config(decoder=True).vocab_size)
+        chunks = map(self.head, hidden.flatten(0, -2).split(length))
+        found = [(logits[:, target_ids], logits.argmax(-1)) for logits in chunks]
+        drafted, best_ids = (torch.cat(parts).unflatten(0, hidden.shape[:-1]) for parts in zip(*found, strict=True))
+        return drafted, draft_ids(best_ids, target_ids)
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Raises ValueError if the target's logits are not its head's, with a soft cap if set. Checks once."""

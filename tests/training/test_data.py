@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_specdec.training import progress
+from hf_specdec.training import features, progress
 from hf_specdec.training.answer_files import AnswerSettings, read_answers
 from hf_specdec.training.data import collate, mix, pack_text
 from hf_specdec.training.features import TargetReader, cache_states, fingerprint
@@ -248,3 +248,18 @@ def test_cached_states_are_those_of_each_row_alone_and_are_computed_once(tmp_pat
     torch.testing.assert_close(shares[0][11]["features"], cached[11]["features"])
     cache_states(TargetReader(fresh_target(dtype=torch.float64, seed=4), [0]), rows, tmp_path, **settings)
     assert len(list(tmp_path.glob("states-*"))) == 2, "another target"
+
+
+def test_labels_of_many_positions_take_few_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ids = fresh_target(dtype=torch.float64), torch.arange(0, VOCAB, 2)
+    reader, hidden = TargetReader(target, [], last_hidden=True), torch.randn(3, 5, target.config.hidden_size).double()
+    logits = target.lm_head(hidden)
+    monkeypatch.setattr(features, "MAX_CHUNK_ELEMENTS", 4 * VOCAB)
+    seen: list[int] = []
+    hook = target.lm_head.register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
+    drafted, best_ids = reader.draft_labels(hidden, ids, whole=True)
+    hook.remove()
+    torch.testing.assert_close(drafted, logits[..., ids], check_dtype=False)
+    best = logits.argmax(-1)
+    assert torch.equal(best_ids, torch.where(best % 2 == 0, best // 2, -1))
+    assert max(seen) <= 4 * VOCAB
