@@ -100,13 +100,12 @@ class TargetReader:
                 taps.callback(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)).remove)
             # The decoder without the head: the logits of all positions would be expensive and are not used.
             last_hidden = decoder_states(self.model, input_ids)
-        device = input_ids.device
-        parts = [taken[index].to(device) for index in self.layers]
+        parts = [taken[index].to(input_ids.device) for index in self.layers]
         features = torch.cat(parts, dim=-1) if parts else last_hidden.new_empty(*input_ids.shape, 0)
         if not self.wants_last_hidden:
             return TargetStates(features, None)
         self._check_head(input_ids[:1], last_hidden[:1])
-        return TargetStates(features, last_hidden.to(device))
+        return TargetStates(features, last_hidden.to(input_ids.device))
 
     def head(self, hidden: Tensor, target_ids: Tensor | None = None) -> Tensor:
         """The target's logits, of these tokens or of all: [..., hidden] -> [..., tokens] float32."""
@@ -119,8 +118,7 @@ class TargetReader:
         Args:
             hidden: [..., hidden], input of the target's head.
             target_ids: [draft_vocab] int64, ascending; None for the whole vocabulary.
-            whole: take the most probable of all tokens, which computes the whole head, for at most `MAX_CHUNK_ELEMENTS`
-                logits at a time; False: of `target_ids` only.
+            whole: take the most probable of all tokens, which computes the whole head; False: of `target_ids` only.
 
         Returns:
             logits [..., draft_vocab] float32, and the most probable token [...] int64 as a draft id, -1 if it is not in
@@ -129,12 +127,24 @@ class TargetReader:
         if target_ids is None or not whole:
             logits = self.head(hidden, target_ids)
             return logits, logits.argmax(-1)
-        target_ids = target_ids.to(hidden.device)
+        best_ids, logits = self.labels(hidden, target_ids)
+        return logits, draft_ids(best_ids, target_ids.to(hidden.device))
+
+    def labels(self, hidden: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The most probable of all tokens, and the logits of these; at most `MAX_CHUNK_ELEMENTS` logits at a time.
+
+        Args:
+            hidden: [..., positions, hidden], input of the target's head.
+            target_ids: [draft_vocab] int64.
+
+        Returns:
+            token ids [..., positions] int64, and logits [..., positions, draft_vocab] float32.
+        """
         length = max(1, MAX_CHUNK_ELEMENTS // self.model.config.get_text_config(decoder=True).vocab_size)
         chunks = map(self.head, hidden.flatten(0, -2).split(length))
-        found = [(logits[:, target_ids], logits.argmax(-1)) for logits in chunks]
-        drafted, best_ids = (torch.cat(parts).unflatten(0, hidden.shape[:-1]) for parts in zip(*found, strict=True))
-        return drafted, draft_ids(best_ids, target_ids)
+        found = [(logits.argmax(-1), logits[:, target_ids.to(logits.device)]) for logits in chunks]
+        best_ids, logits = (torch.cat(parts).unflatten(0, hidden.shape[:-1]) for parts in zip(*found, strict=True))
+        return best_ids, logits
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Raises ValueError if the target's logits are not its head's, with a soft cap if set. Checks once."""

@@ -339,8 +339,7 @@ class SpecBlockStep(AdaptiveStep):
 
     @torch.no_grad()
     def head_labels(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.reader.head(target_hidden)
-        return logits.argmax(-1), logits[..., self.drafter.target_ids.to(logits.device)]
+        return self.reader.labels(target_hidden, self.drafter.target_ids)
 
     def chain(
         self,

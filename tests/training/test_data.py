@@ -252,14 +252,16 @@ def test_cached_states_are_those_of_each_row_alone_and_are_computed_once(tmp_pat
 
 def test_labels_of_many_positions_take_few_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     target, ids = fresh_target(dtype=torch.float64), torch.arange(0, VOCAB, 2)
-    reader, hidden = TargetReader(target, [], last_hidden=True), torch.randn(3, 5, target.config.hidden_size).double()
-    logits = target.lm_head(hidden)
+    reader, hidden = TargetReader(target, []), torch.randn(3, 5, target.config.hidden_size).double()
+    expected = target.lm_head(hidden)
+    best = expected.argmax(-1)
     monkeypatch.setattr(features, "MAX_CHUNK_ELEMENTS", 4 * VOCAB)
     seen: list[int] = []
     hook = target.lm_head.register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
-    drafted, best_ids = reader.draft_labels(hidden, ids, whole=True)
+    best_ids, logits = reader.labels(hidden, ids)
     hook.remove()
-    torch.testing.assert_close(drafted, logits[..., ids], check_dtype=False)
-    best = logits.argmax(-1)
-    assert torch.equal(best_ids, torch.where(best % 2 == 0, best // 2, -1))
+    assert torch.equal(best_ids, best)
+    torch.testing.assert_close(logits, expected[..., ids], check_dtype=False)
     assert max(seen) <= 4 * VOCAB
+    _, drafted = reader.draft_labels(hidden, ids, whole=True)
+    assert torch.equal(drafted, torch.where(best % 2 == 0, best // 2, -1))
