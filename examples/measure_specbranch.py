@@ -35,7 +35,8 @@ from rich.progress import track
 from hf_specdec import load_drafter
 from hf_specdec.decoding.devices import wait_for
 
-STEADY = {"pauses": False, "parallel": True}
+# Of every variant, whatever the checkpoint's own settings are.
+SHARED = {"pauses": False, "parallel": True, "lengths": "h_rad", "hedge": True, "k_max": 6}
 SERIAL = "in turn (SpS)"
 WAYS: dict[str, dict[str, Any]] = {
     SERIAL: {"parallel": False, "lengths": "fixed"},
@@ -67,6 +68,7 @@ class Tally:
 def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[str, Any]:
     """The figures of one variant."""
     rounds = tally.total("num_spec_steps")
+    runs = rounds - tally.total("num_foreseen")
     shorter = tally.total("ahead_shorter_s")
     saved = tally.total("ahead_time_s") + tally.total("ahead_verify_s") - tally.total("ahead_wall_s")
     per_round = {part: round(1e3 * tally.total(f"ahead_{part}_s") / rounds, 3) for part in ("time", "verify", "wall")}
@@ -79,6 +81,7 @@ def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[
         "speedup_over_in_turn": ratio(serial),
         "identical": True,  # else `main` has stopped with an error
         "mean_acceptance_length": mean_acceptance_length(tally.stats),
+        "continuous_acceptance_length": round((rounds + tally.total("num_accepted_draft_tokens")) / max(1, runs), 3),
         "rollback_rate": round(1 - tally.total("num_path_kept") / tally.total("num_path_drafts"), 3),
         "overlap_efficiency": round(saved / shorter, 3) if shorter else None,
         "round_ms": per_round if shorter else None,
@@ -113,7 +116,7 @@ def main() -> None:
         console.print(f"measured speed ratio c = T_p / T_q: {ratio:.2f}")
     length = max(1, int(ratio))
     drafters = {
-        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), depth=length, **{**STEADY, **options})
+        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), depth=length, **(SHARED | options))
         for name, options in WAYS.items()
     }
     plain, tallies = Tally(), {name: Tally() for name in WAYS}
@@ -141,7 +144,7 @@ def main() -> None:
     )
     figures = {name: row_of(tally, plain, tallies[SERIAL], entry_bytes) for name, tally in tallies.items()}
     headings = (
-        "variant", "speedup", "over in turn", "tau", "rollback", "overlap", "draft|verify|wall ms", "draft KV KiB"
+        "variant", "speedup", "over in turn", "tau", "M", "rollback", "overlap", "draft|verify|wall ms", "draft KV KiB"
     )  # fmt: skip
     rows = [
         [
@@ -149,6 +152,7 @@ def main() -> None:
             f"{row['speedup']:.2f}x",
             f"{row['speedup_over_in_turn']:.2f}x",
             f"{row['mean_acceptance_length']:.2f}",
+            f"{row['continuous_acceptance_length']:.2f}",
             f"{row['rollback_rate']:.0%}",
             "" if row["overlap_efficiency"] is None else f"{row['overlap_efficiency']:.2f}",
             "" if row["round_ms"] is None else "|".join(f"{value:.1f}" for value in row["round_ms"].values()),

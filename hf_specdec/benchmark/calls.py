@@ -149,6 +149,9 @@ def measure(
             per_round=[list(row) for row in stats.per_step_accepted],
             num_draft_tokens=stats.num_draft_tokens,
             num_target_forwards=stats.num_target_forwards,
+            num_foreseen=stats.num_foreseen,
+            num_path_drafts=stats.num_path_drafts,
+            num_path_kept=stats.num_path_kept,
             stages_s=stats.stage_time_s,
         )
     return call, new_ids

@@ -63,6 +63,8 @@ class Figures:
         ttft_s: time to first token.
         tpot_s: time per further token.
         mean_acceptance_length: tokens per round, bonus included, pooled over rounds; None without speculation.
+        continuous_acceptance_length: tokens from one rollback to the next, across rounds; None without speculation.
+        rollback_rate: discarded share of the tokens drafted in sequence; None for drafters that do not count them.
         draft_acceptance_rate: accepted over drafted tokens; on trees comparable only at equal budgets.
         drafting_share: of the whole time.
         round_s: of one round, by stage.
@@ -83,6 +85,8 @@ class Figures:
     ttft_s: Spread
     tpot_s: Spread | None
     mean_acceptance_length: float | None
+    continuous_acceptance_length: float | None
+    rollback_rate: float | None
     draft_acceptance_rate: float | None
     drafting_share: float | None
     round_s: dict[str, float]
@@ -167,6 +171,8 @@ def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment:
     rounds = [accepted for call in calls for row in call.per_round for accepted in row]
     forwards = sum(call.num_target_forwards for call in calls)
     drafted = sum(call.num_draft_tokens for call in calls)
+    runs = max(1, len(rounds) - sum(call.num_foreseen for call in calls))
+    path_drafts, path_kept = (sum(getattr(call, of) for call in calls) for of in ("num_path_drafts", "num_path_kept"))
     stages = {stage: sum(call.stages_s.get(stage, 0.0) for call in calls) for stage in STAGES}
     round_s = {stage: stages[stage] / forwards for stage in ROUND_STAGES} if forwards else {}
     floor_s = environment.weight_bytes / environment.copy_bytes_per_s
@@ -188,6 +194,8 @@ def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment:
         ttft_s=Spread.of([call.ttft_s for call in calls]),
         tpot_s=Spread.of(tpots) if tpots else None,
         mean_acceptance_length=1 + sum(rounds) / len(rounds) if rounds else None,
+        continuous_acceptance_length=(len(rounds) + sum(rounds)) / runs if rounds else None,
+        rollback_rate=1 - path_kept / path_drafts if path_drafts else None,
         draft_acceptance_rate=sum(rounds) / drafted if drafted else None,
         drafting_share=(stages["draft"] + stages["tree"]) / seconds if rounds else None,
         round_s=round_s,

@@ -86,6 +86,7 @@ class Call:
         per_round: [row][round], accepted drafted tokens; empty for variants without statistics.
         num_draft_tokens: drafted and verified.
         num_target_forwards: after the prefill.
+        num_foreseen, num_path_drafts, num_path_kept: as in `SpeculationStats`.
         stages_s: seconds by stage.
         swept_from: see `Variant`.
         budget: of a swept variant.
@@ -107,6 +108,9 @@ class Call:
     per_round: list[list[int]] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_target_forwards: int = 0
+    num_foreseen: int = 0
+    num_path_drafts: int = 0
+    num_path_kept: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
     swept_from: str | None = None
     budget: int | None = None

@@ -53,6 +53,8 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "over packed": lambda own: "-" if own.speedup_packed is None else f"{own.speedup_packed.median:.2f}x",
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
     "mean acceptance length": lambda own: _or_dash(own.mean_acceptance_length, ".2f"),
+    "across rounds": lambda own: _or_dash(own.continuous_acceptance_length, ".2f"),
+    "rollback rate": lambda own: _or_dash(own.rollback_rate, ".0%"),
     "draft acceptance rate": lambda own: _or_dash(own.draft_acceptance_rate, ".0%"),
     "drafting": lambda own: _or_dash(own.drafting_share, ".0%"),
     "ms per round": lambda own: milliseconds(sum(own.round_s.values())) if own.round_s else "-",
@@ -68,12 +70,14 @@ LEGEND = (
     "calls, prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts "
     "(quartiles). Over packed: over plain decoding with the packed weights that rounds use on a CPU, so without their"
     " part of the speedup. Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled "
-    "over rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so "
-    "compare it only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the "
-    "time to read the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per "
-    "further token. Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy "
-    "output equal to plain eager decoding's, token for token; gap: between the target's two best logits at the first "
-    "difference."
+    "over rounds. Across rounds: tokens from one rollback to the next (M of SpecBranch); only drafters that prepare "
+    "the next round during verification write more than a round's. Rollback rate: discarded share of the tokens "
+    "drafted in sequence (RB of SpecBranch). Draft acceptance rate: accepted over drafted tokens; on trees most nodes"
+    " are alternatives, so compare it only at equal budgets. Drafting: share of the whole time. Round / floor: time "
+    "of a round over the time to read the target's weights once at the bandwidth of a copy. TTFT: time to first "
+    "token; TPOT: time per further token. Peak MB: memory above the memory in use before a call, on the longest "
+    "prompts. Identical: greedy output equal to plain eager decoding's, token for token; gap: between the target's "
+    "two best logits at the first difference."
 )
 
 

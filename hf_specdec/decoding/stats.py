@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
@@ -70,7 +72,7 @@ class SpeculationStats(Observer):
         speed_ratio: T_p / T_q, time of a target verification over time of a draft model forward; 0 if not measured.
         peak_draft_entries: largest number of cache entries per row of the draft model, text and all branches.
         num_prepared: rounds for which drafts had been prepared while the target verified the one before.
-        num_foreseen: those of them that began with a prepared draft.
+        num_foreseen: those of them that began with a prepared draft; see `continuous_acceptance_length`.
         by_source: counts of each drafter of a merged drafter, by name; empty for others.
         stopwatch: measures the stages of the call.
     """
@@ -106,10 +108,23 @@ class SpeculationStats(Observer):
         self.ahead_wall_s += wall_s
         self.ahead_shorter_s += min(draft_s, verify_s)
 
-    def add_overlap(self, other: SpeculationStats) -> None:
-        """Adds the times of `other` for rounds in which drafter and target ran in parallel."""
-        for name in ("ahead_time_s", "ahead_verify_s", "ahead_wall_s", "ahead_shorter_s"):
+    def add_drafting(self, other: SpeculationStats) -> None:
+        """Adds what a drafter counted on its own: times beside the target, drafts in sequence, cache entries."""
+        for name in (
+            *("ahead_time_s", "ahead_verify_s", "ahead_wall_s", "ahead_shorter_s"),
+            *("num_path_drafts", "num_path_kept", "num_prepared", "num_foreseen"),
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.peak_draft_entries = max(self.peak_draft_entries, other.peak_draft_entries)
+
+    @property
+    def continuous_acceptance_length(self) -> float:
+        """Mean tokens from one rollback to the next: M of SpecBranch, Section 6.1 and Appendix E.3.
+
+        A round that begins with a prepared draft (`num_foreseen`) continues the run of the round before, so M counts
+        across rounds. Without such rounds it is `mean_acceptance_length`.
+        """
+        return (self.num_accepted_draft_tokens + self.num_spec_steps) / max(1, self.num_spec_steps - self.num_foreseen)
 
     @property
     def overlap_efficiency(self) -> float:
@@ -126,12 +141,9 @@ class SpeculationStats(Observer):
     def rollback_rate(self) -> float:
         """Share of the tokens drafted in sequence that was discarded: RB of SpecBranch, Appendix E.3.
 
-        Alternatives on other branches of a tree are not counted. For drafters that do not count `num_path_drafts`, it
-        is 1 - `draft_acceptance_rate`.
+        Alternatives on other branches of a tree are not counted. 0 for drafters that do not count `num_path_drafts`.
         """
-        if self.num_path_drafts:
-            return 1 - self.num_path_kept / self.num_path_drafts
-        return 1 - self.draft_acceptance_rate if self.num_draft_tokens else 0.0
+        return 1 - self.num_path_kept / self.num_path_drafts if self.num_path_drafts else 0.0
 
     def __post_init__(self) -> None:
         self.stopwatch = Stopwatch("cpu")
@@ -153,11 +165,6 @@ class SpeculationStats(Observer):
         """Seconds of the stages "draft" and "tree"."""
         stages = self.stage_time_s
         return stages["draft"] + stages["tree"]
-
-    @property
-    def verify_time_s(self) -> float:
-        """Seconds in the target's forward over trees, its masks included."""
-        return self.stage_time_s["verify"]
 
     @property
     def num_spec_steps(self) -> int:
@@ -194,11 +201,8 @@ class SpeculationStats(Observer):
     @property
     def acceptance_histogram(self) -> list[int]:
         """Entry j: rounds that kept exactly j drafted tokens."""
-        counts = [0] * (1 + max((max(row, default=0) for row in self.per_step_accepted), default=0))
-        for row in self.per_step_accepted:
-            for accepted in row:
-                counts[accepted] += 1
-        return counts
+        counts = Counter(chain.from_iterable(self.per_step_accepted))
+        return [counts[accepted] for accepted in range(1 + max(counts, default=0))]
 
     def begin(self, input_ids: Tensor) -> None:
         """Begins a call with these prompts, [batch, seq]."""

@@ -338,7 +338,7 @@ class SSDGenerator(TreeCandidateGenerator):
     def count(self, stats: SpeculationStats) -> None:
         self.inner.count(stats)
         stats.num_prepared, stats.num_foreseen = self.num_prepared, self.num_foreseen
-        stats.add_overlap(self.thread.overlap)
+        stats.add_drafting(self.thread.overlap)
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return None

@@ -40,6 +40,9 @@ def test_figures_of_known_rounds() -> None:
         per_round=[[0, 2, 1, 1]],
         num_draft_tokens=16,
         num_target_forwards=4,
+        num_foreseen=2,
+        num_path_drafts=10,
+        num_path_kept=4,
         stages_s={"prefill": 0.09, "draft": 0.1, "tree": 0.02, "verify": 0.2, "accept": 0.04, "commit": 0.04},
     )
     figures = figures_of([own], baselines, environment(weight_bytes=10_000_000, copy_bytes_per_s=1e9))
@@ -49,6 +52,8 @@ def test_figures_of_known_rounds() -> None:
     assert figures.speedup_compiled is not None
     assert figures.speedup_compiled.median == pytest.approx(1.6)
     assert figures.mean_acceptance_length == 2.0
+    assert figures.continuous_acceptance_length == 4.0, "eight tokens; two of four rounds continued the one before"
+    assert figures.rollback_rate == pytest.approx(0.6)
     assert figures.draft_acceptance_rate == 0.25
     assert figures.drafting_share == pytest.approx(0.24), "drafter forwards and the tree, over the whole call"
     assert figures.round_s == pytest.approx(

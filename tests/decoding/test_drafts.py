@@ -52,7 +52,7 @@ def test_drafts_right_for_exactly_j_tokens_are_accepted_for_exactly_j(
     assert stats.num_draft_tokens == (num_right + 1) * (siblings + 1) * rounds * rows
     assert stats.draft_acceptance_rate == pytest.approx(num_right / ((num_right + 1) * (siblings + 1)))
     assert stats.num_plain_steps == 0
-    assert 0 < stats.draft_time_s + stats.verify_time_s < stats.total_time_s
+    assert 0 < stats.draft_time_s + stats.stage_time_s["verify"] < stats.total_time_s
 
 
 def test_a_chain_that_is_right_to_its_end_is_kept_whole(target: PreTrainedModel) -> None:

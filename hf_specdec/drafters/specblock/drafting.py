@@ -445,8 +445,9 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
         return embedded.to(device=self.device, dtype=self.dtype)
 
     def _read_heads(self, hidden: Tensor) -> HeadOutput:
-        best, draft_ids, normaliser, rank_logits = self.drafter.ranked(hidden, self.shape.width)
-        logprobs = best - normaliser
+        logits, rank_logits = self.drafter.heads(hidden)
+        best, draft_ids = logits.topk(min(self.shape.width, logits.shape[-1]), dim=-1)
+        logprobs = best - logits.logsumexp(-1, keepdim=True)
         finite = logprobs[..., 0].isfinite().flatten(1).all(1)
         return HeadOutput(
             self.drafter.to_target_ids(draft_ids),

@@ -207,7 +207,7 @@ class SpecBlockInput(nn.Module):
         return prefix + queries
 
 
-def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
+def rank_features(logits: Tensor, top: int | None) -> Tensor:
     """The 15-number summary of a draft distribution (Appendix B).
 
     Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
@@ -216,7 +216,6 @@ def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> 
     Args:
         logits: [..., draft_vocab] float32, or only the largest of them: `top`, and at least 10.
         top: probabilities and entropy are normalised over this many largest logits; None for all.
-        ordered: whether `logits` are the largest ones, in descending order.
 
     Returns:
         [..., 15] float32, nats.
@@ -226,7 +225,7 @@ def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> 
         tensor([2., 3., 3.])
     """
     known = logits.shape[-1]
-    best = logits if ordered else logits.topk(min(known, max(10, top or known)), dim=-1).values
+    best = logits.topk(min(known, max(10, top or known)), dim=-1).values
     logprobs = best[..., : top or known].log_softmax(-1)
     probs = logprobs.exp()
     normaliser = best[..., :1] - logprobs[..., :1]
@@ -357,33 +356,9 @@ class SpecBlockDrafter(MappedVocabulary, PretrainedDrafter):
         """
         normed = self.norm(hidden)
         logits = apply_head(self.lm_head, normed)
-        return logits, self._rank_logits(hidden, normed, logits)
-
-    def ranked(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The outputs of the heads that a tree needs, with one top-k over the draft vocabulary.
-
-        Args:
-            hidden: [..., hidden], before the final norm.
-            width: most candidates of a slot.
-
-        Returns:
-            The `width` largest draft logits [..., width] float32, descending; their ids in the draft vocabulary
-            [..., width] int64; logsumexp of all draft logits [..., 1]; rank logits [..., classes].
-        """
-        normed = self.norm(hidden)
-        logits = apply_head(self.lm_head, normed)
-        top = self.config.rank_features_top
-        most = min(logits.shape[-1], max(width, 10, top or 0))
-        best, draft_ids = logits.topk(most, dim=-1)
-        ordered = top is not None
-        rank_logits = self._rank_logits(hidden, normed, best if ordered else logits, ordered=ordered)
-        return best[..., :width], draft_ids[..., :width], logits.logsumexp(-1, keepdim=True), rank_logits
-
-    def _rank_logits(self, hidden: Tensor, normed: Tensor, logits: Tensor, *, ordered: bool = False) -> Tensor:
         state = (normed if self.config.rank_state == "normed" else hidden).detach()
-        features = rank_features(logits.detach(), self.config.rank_features_top, ordered=ordered)
-        rank_logits: Tensor = self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
-        return rank_logits
+        features = rank_features(logits.detach(), self.config.rank_features_top)
+        return logits, self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
 
     def condition_of(self, hidden: Tensor) -> Tensor:
         """[..., hidden] state of a slot -> the condition of a block that starts there."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.devices import seconds_of
 from hf_specdec.decoding.exchange import ChoiceRule
 from hf_specdec.decoding.noise import draw
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.draft_model import DraftModel
 
@@ -99,21 +100,6 @@ class Branches:
 
     candidates: list[list[int]]
     draft_probs: Tensor | None
-
-
-@dataclass
-class Counters:
-    """Totals of a call.
-
-    Attributes:
-        path_drafts: tokens drafted in sequence, each by its own forward, summed over rows: `Row.count_drafts`.
-        path_kept: those of them that became part of the text.
-        peak_entries: most cache entries of a row at any time.
-    """
-
-    path_drafts: int = 0
-    path_kept: int = 0
-    peak_entries: int = 0
 
 
 @dataclass
@@ -251,7 +237,7 @@ class BranchDrafting:
         self.drafter.vocab_size = plan.vocab_size
         self.plan = plan
         self.rows: list[Row] = []
-        self.counters = Counters()
+        self.stats = SpeculationStats()
         self.stopped = False  # set by another thread to end `draft_ahead` before its next forward
         self.num_positions: int = getattr(self.drafter.config, "max_position_embeddings", None) or sys.maxsize
         self.random = torch.Generator(model.device)
@@ -297,7 +283,7 @@ class BranchDrafting:
         random = self.random.get_state()  # so that later samples do not depend on this measurement
         seconds = seconds_of(forward, self.drafter.model.device)
         self._update_cache()
-        self.counters = Counters()
+        self.stats = SpeculationStats()
         self.random.set_state(random)
         return seconds
 
@@ -344,19 +330,19 @@ class BranchDrafting:
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
         return Branches(candidates, _padded(draft_probs))
 
-    def final_counters(self, emitted: Sequence[list[int]]) -> Counters:
+    def final_stats(self, emitted: Sequence[list[int]]) -> SpeculationStats:
         """The totals of the call; `emitted` is as for `draft`, from the last round."""
         for row, tokens in zip(self.rows, emitted, strict=True):
             self._count(row, tokens)
-        return self.counters
+        return self.stats
 
     def _count(self, row: Row, tokens: list[int]) -> int | None:
         """Counts a row's drafts by their result; returns the branch that the target chose."""
         if not row.nodes or not tokens:
             return None
         chosen = row.chosen_branch(tokens)
-        self.counters.path_drafts += row.count_drafts(chosen)
-        self.counters.path_kept += len(tokens) - 1 + (chosen is not None)
+        self.stats.num_path_drafts += row.count_drafts(chosen)
+        self.stats.num_path_kept += len(tokens) - 1 + (chosen is not None)
         return chosen
 
     # Updates after a round.
@@ -371,6 +357,8 @@ class BranchDrafting:
             if not row.nodes or not tokens:
                 row.clear()
                 continue
+            self.stats.num_prepared += row.active and bool(row.branches or row.hedges)
+            self.stats.num_foreseen += row.active and chosen is not None
             path = [*range(row.root + 1), *row.chain[: len(tokens) - 1]]
             accepted[index] = [row.nodes[node].cache_index for node in path if row.nodes[node].cache_index >= 0]
             branches[index] = self._select_branch(row, chosen if row.active else None, signals[index].kept_branch)
@@ -433,7 +421,7 @@ class BranchDrafting:
                     row.chain.append(drafted)
                     if len(row.chain) < self.plan.most_tokens:
                         frontiers[index] = [drafted]
-        self.counters.path_drafts += sum(row.count_drafts(None) for row in rows.values())
+        self.stats.num_path_drafts += sum(row.count_drafts(None) for row in rows.values())
 
     def _is_confident(self, row: Row, node: int) -> bool:
         """Whether the token after a node is not a branch point.
@@ -550,7 +538,7 @@ class BranchDrafting:
         cache = self.drafter.cache
         logits = self.drafter.verify(tree, self.drafter.root_positions(), first=first).logits
         cache.continue_round(width)
-        self.counters.peak_entries = max(self.counters.peak_entries, cache.longest + stop)
+        self.stats.peak_draft_entries = max(self.stats.peak_draft_entries, cache.longest + stop)
         for row, frontier, row_predictions in zip(self.rows, frontiers, self._predictions(logits), strict=True):
             for node, prediction in zip(frontier, row_predictions, strict=False):
                 row.nodes[node].prediction = prediction

@@ -35,7 +35,6 @@ from hf_specdec.drafters.specbranch.drafting import (
     BranchDrafting,
     Branches,
     Chains,
-    Counters,
     DraftingPlan,
     Signals,
 )
@@ -210,12 +209,9 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def count(self, stats: SpeculationStats) -> None:
         if self.drafting is None:
             return
-        counters: Counters = self._call(self.drafting.final_counters, self.emitted)
+        stats.add_drafting(self._call(self.drafting.final_stats, self.emitted))
         if self.thread is not None:
-            stats.add_overlap(self.thread.overlap)
-        stats.num_path_drafts += counters.path_drafts
-        stats.num_path_kept += counters.path_kept
-        stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
+            stats.add_drafting(self.thread.overlap)
         stats.speed_ratio = self.speed_ratio
         if num_tokens := stats.num_accepted_draft_tokens + stats.num_spec_steps:
             self.drafter.keep_pace(self.target.model, self.parallel, (time.perf_counter() - self.began) / num_tokens)

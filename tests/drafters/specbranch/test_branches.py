@@ -84,6 +84,7 @@ def test_in_turn_it_is_plain_speculative_sampling(batch: str) -> None:
     assert chain.stats is not None
     assert stats_of(drafter).per_step_accepted == chain.stats.per_step_accepted
     assert stats_of(drafter).overlap_efficiency == 0
+    assert stats_of(drafter).continuous_acceptance_length == chain.stats.mean_acceptance_length
 
 
 def test_a_draft_model_that_is_always_right_never_waits() -> None:
@@ -93,6 +94,8 @@ def test_a_draft_model_that_is_always_right_never_waits() -> None:
     # The first chain is verified from its root on; behind each that follows lies one token drafted ahead.
     assert stats_of(drafter).per_step_accepted == [[0, *[3] * 6]]
     assert stats_of(drafter).rollback_rate < 0.3
+    assert stats_of(drafter).num_foreseen == 6
+    assert stats_of(drafter).continuous_acceptance_length == 25  # no rollback: all tokens but the prefill's
 
 
 def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
@@ -250,13 +253,13 @@ def test_forwards_for_other_branches_only_are_no_drafts_in_sequence() -> None:
     held = branch_tokens(made, first)
     # The target chooses the first branch, and H-RAD trusts none of what follows in it.
     assert made.draft([[*chain, held[0]]], [True], nothing).tokens == [[]]
-    before, run = made.counters.path_drafts, len(forwards)
+    before, run = made.stats.num_path_drafts, len(forwards)
     assert before == run
     made.draft_ahead(nothing)
     assert len(made.rows[0].branches) > 1
     assert len(forwards) - run == 4  # the other branches begin anew
-    counters = made.final_counters([[held[1]]])
-    assert counters.path_drafts - before == len(branch_tokens(made, made.rows[0].branches[0])) + 1 - len(held)
+    stats = made.final_stats([[held[1]]])
+    assert stats.num_path_drafts - before == len(branch_tokens(made, made.rows[0].branches[0])) + 1 - len(held)
 
 
 def counted_forwards(model: PreTrainedModel) -> list[None]:
@@ -403,7 +406,7 @@ def test_measuring_the_draft_model_leaves_nothing_behind() -> None:
         made.draft([[]], [True], signals)
         made.draft_ahead(signals)
     assert measured.rows == not_measured.rows
-    assert measured.counters == not_measured.counters
+    assert measured.stats == not_measured.stats
     assert measured.random.get_state().equal(not_measured.random.get_state())
 
 
