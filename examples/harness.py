@@ -55,6 +55,16 @@ def mean_acceptance_length(calls: Iterable[Any]) -> float:
     return round(1 + accepted / sum(stats.num_spec_steps for stats in calls), 3)
 
 
+def acceptance_for(accepted: float, length: int) -> float:
+    """The acceptance rate at which drafts of `length` tokens have `accepted` ones on average, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        mean = sum(middle**place for place in range(1, length + 1))
+        low, high = (middle, high) if mean < accepted else (low, middle)
+    return low
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile; of one value, the value."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3

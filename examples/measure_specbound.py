@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from bundle import TINY
-from harness import DEVICE, about, load_inputs, load_target, table_of, wide_console
+from harness import DEVICE, about, acceptance_for, load_inputs, load_target, table_of, wide_console
 from rich.progress import track
 
 from hf_specdec import load_drafter
@@ -83,6 +83,23 @@ def distribution(ratios: list[float], bins: int = 5) -> str:
         for index, count in enumerate(counts)
     ]
     return "; ".join(reversed(ranges))
+
+
+def exits_of(drafter: Any) -> dict[str, dict[str, str]]:
+    """How often each head is right, from the training record, and how often it would have to be for a speedup of 1.
+
+    Eq. 5 with d_max at the exit: as many accepted tokens as a round takes forwards, 1 + (w - 1) d / L.
+    """
+    losses = (drafter.training_record or {}).get("losses", {})
+    width, layers = drafter.options.w_max, drafter.config.num_target_layers
+    return {
+        f"layer {exit_layer}": {
+            "right": f"{losses[f'accuracy_layer_{exit_layer}']:.1%}",
+            f"needed at width {width}": f"{acceptance_for(1 + (width - 1) * exit_layer / layers, width):.1%}",
+        }
+        for exit_layer in drafter.config.exit_layers
+        if f"accuracy_layer_{exit_layer}" in losses
+    }
 
 
 def main() -> None:
@@ -164,6 +181,11 @@ def main() -> None:
     later = statistics.median(a / b for a, b in zip(own.first_token_s, base.first_token_s, strict=True)) - 1
     first_token = f"{firsts[0]:.1f} ms, plain {firsts[1]:.1f} ms; {later:+.1%} in the median prompt"
     console.print(f"speedup by prompts: {spread}\ntime to first token: {first_token}")
+    exits = exits_of(drafter)
+    if exits:
+        console.print(
+            table_of("exits", ("exit", *next(iter(exits.values()))), [[n, *row.values()] for n, row in exits.items()])
+        )
     if not arguments.record:
         return
     by_sampling = {name: row for name, row in figures.items() if variants[name][1]["do_sample"]}
@@ -182,6 +204,8 @@ def main() -> None:
         "options": ", ".join(f"{name} {value}" for name, value in asdict(saved).items()),
         **about(),
     }
+    if exits:
+        drafter.training_record["exits"] = {"by_exit": exits, "command": drafter.measurements["command"]}
     drafter.write_records(arguments.drafter)
 
 

@@ -23,6 +23,7 @@ from bundle import TINY
 from harness import (
     DEVICE,
     about,
+    acceptance_for,
     load_inputs,
     load_target,
     mean_acceptance_length,
@@ -250,16 +251,6 @@ def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s
         )
     both = 2 * max(length, speed_ratio) * draft_s
     return both / ((1 + acceptance**length) * expected_accepted(acceptance, length))
-
-
-def acceptance_for(accepted: float, length: int) -> float:
-    """The acceptance rate at which drafts of `length` tokens have `accepted` ones on average, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        mean = sum(middle**place for place in range(1, length + 1))
-        low, high = (middle, high) if mean < accepted else (low, middle)
-    return low
 
 
 if __name__ == "__main__":
