@@ -309,27 +309,27 @@ def confusion(h_rad: HRAD, examples: Examples) -> Tensor:
 
 
 def confusion_table(matrix: Tensor) -> str:
-    """A confusion matrix to print, with the recall of each class.
+    """A confusion matrix to print, with the F1 score of each class.
 
     Example:
         >>> print(confusion_table(torch.tensor([[8, 2, 0], [1, 1, 2], [0, 0, 5]])))
-                      all reject   partial  all accept  recognised
-        all reject             8         2           0         80%
-        partial                1         1           2         25%
-        all accept             0         0           5        100%
+                      all reject   partial  all accept          F1
+        all reject             8         2           0        0.84
+        partial                1         1           2        0.29
+        all accept             0         0           5        0.83
     """
-    rows = [("", *CLASSES, "recognised")]
+    rows = [("", *CLASSES, "F1")]
     rows += [
-        (name, *row, f"{share:.0%}")
-        for name, row, share in zip(CLASSES, matrix.tolist(), recognised(matrix), strict=True)
+        (name, *row, f"{score:.2f}")
+        for name, row, score in zip(CLASSES, matrix.tolist(), f1_scores(matrix), strict=True)
     ]
-    return "\n".join(f"{name:12}{none:>12}{part:>10}{whole:>12}{share:>12}" for name, none, part, whole, share in rows)
+    return "\n".join(f"{name:12}{none:>12}{part:>10}{whole:>12}{score:>12}" for name, none, part, whole, score in rows)
 
 
-def recognised(matrix: Tensor) -> list[float]:
-    """The share of the examples of each class that were recognised: the diagonal of a confusion matrix."""
-    shares: list[float] = (matrix.diagonal() / matrix.sum(1).clamp(min=1)).tolist()
-    return shares
+def f1_scores(matrix: Tensor) -> list[float]:
+    """The F1 score of each class, from a confusion matrix of [true class, predicted class] counts."""
+    scores: list[float] = (2 * matrix.diagonal() / (matrix.sum(0) + matrix.sum(1)).clamp(min=1)).tolist()
+    return scores
 
 
 def main(
@@ -428,9 +428,7 @@ def main(
     drafter.training_record = {
         "data": f"{len(examples.classes)} drafts of {options.draft_length} tokens from running the pair greedily",
         "classes": dict(zip(CLASSES, counts, strict=True)),
-        "recognised_of_held_out": {
-            name: round(share, 3) for name, share in zip(CLASSES, recognised(matrix), strict=True)
-        },
+        "f1_of_held_out": {name: round(score, 3) for name, score in zip(CLASSES, f1_scores(matrix), strict=True)},
         "epochs": len(losses),
         "held_out_loss": round(min(losses), 4),
         "minutes": round((time.monotonic() - started) / 60, 1),
