@@ -42,8 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     model, tokenizer = load_target(arguments.target, arguments.dtype)
-    inputs = load_inputs(tokenizer, arguments.prompts)
-    inputs = inputs[:: max(1, len(inputs) // arguments.limit)][: arguments.limit]
+    inputs = load_inputs(tokenizer, arguments.prompts, arguments.limit)
     variants = distinct(variant for spec in arguments.drafter for variant in load(spec, model) if variant.leads)
     for drafter in {id(variant.drafter): variant.drafter for variant in variants}.values():
         assert drafter is not None

@@ -44,8 +44,10 @@ def load_target(name: str, dtype: torch.dtype | str | None = None) -> tuple[Any,
 
 
 def load_inputs(tokenizer: Any, prompts: Path, limit: int = 0) -> list[Any]:
-    """Arguments of `generate` for the first `limit` prompts of a JSONL file, on `DEVICE`; 0 for all."""
-    return [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in read_jsonl(prompts)[: limit or None]]
+    """Arguments of `generate` for `limit` prompts of a JSONL file, spread over it, on `DEVICE`; 0 for all."""
+    read = read_jsonl(prompts)
+    chosen = read[:: max(1, len(read) // (limit or len(read)))][: limit or None]
+    return [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in chosen]
 
 
 def mean_acceptance_length(calls: Iterable[Any]) -> float:
