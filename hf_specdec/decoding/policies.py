@@ -151,7 +151,7 @@ class Pauses:
     RESERVE = 1.0  # below 0, so that a single rejected draft after a pause does not begin the next one
 
     def __init__(self) -> None:
-        self.drafting, self.probing = True, False
+        self.drafting, self.probing, self.catching_up = True, False, True
         self._balance = self.FIRST_BALANCE
         self._pause, self._rounds_left = self.FIRST_PAUSE, 0
         self._since_skipped = self._num_consecutive = 0
@@ -160,6 +160,7 @@ class Pauses:
 
     def begin_call(self, is_costly: bool) -> None:
         """A new text may be of another kind: drafting is tried again at once, unless its rounds are costly."""
+        self.catching_up = True
         if not is_costly:
             self._balance = max(self._balance, 0.0)
             if not self.drafting:
@@ -213,7 +214,7 @@ class Pauses:
 
     def resume(self) -> None:
         """Enables drafting for the next round."""
-        self.drafting = True
+        self.drafting = self.catching_up = True
         if self.probing:
             # Measurements before the pause do not count any more, and a single rejected draft must not decide.
             self._tokens = self._seconds = 0.0
@@ -258,7 +259,13 @@ class BudgetKnowledge:
             tokens: written, per row; None if no row was active.
             seconds: that it took.
         """
-        self.times.note(nodes, seconds)
+        if nodes and self.pauses.catching_up and not self.sizes_to_try:
+            # The first draft of a call, or after a pause, also reads the text before it. If that counted, drafters that
+            # read it slowly would hardly draft again: each pause makes the next trial slower.
+            seconds = min(seconds, self.times.of(max(nodes, FIRST_SIZES[0])))
+        else:
+            self.times.note(nodes, seconds)
+        self.pauses.catching_up &= not nodes
         skipped, tried = self.times.skipped, bool(self.sizes_to_try)
         if not nodes:
             self.pauses.note_skipped()

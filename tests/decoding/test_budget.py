@@ -378,6 +378,14 @@ def test_drafting_resumes_when_it_pays_again() -> None:
     assert sum(drafted) > 100
 
 
+def test_reading_the_text_of_a_pause_is_not_the_time_of_a_draft() -> None:
+    budget = chooser_of(knowing(plain=1.0, start=1.3, slope=0.0))
+    drafted = play(budget, accepted=0, plain_s=1.0, drafted_s=1.3, rounds=60)
+    for _ in range(300):  # each draft pays from now on, but the first one after a pause reads the text of the pause
+        drafted += play(budget, accepted=1, plain_s=1.0, drafted_s=1.3 if drafted[-1] else 6.0, rounds=1)
+    assert sum(drafted) > 150
+
+
 def test_trees_in_device_memory_are_cut_by_the_mean_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "abilities", lambda device: Abilities())
     chooser = chooser_of(knowing(plain=1.0, start=1.0, slope=0.05))

@@ -219,11 +219,6 @@ class PendingChain:
         # [(layers passed, [batch, nodes, hidden])] in the order of the nodes: a node passes a layer after its parent.
         self._segments: list[tuple[int, Tensor]] = []
 
-    @property
-    def layers_passed(self) -> list[int]:
-        """Number of layers that each node has passed."""
-        return [passed for passed, states in self._segments for _ in range(states.shape[1])]
-
     def extend(self, token_ids: Tensor) -> None:
         """Appends a node to each row: [batch] int64. It has passed no layers."""
         assert self.num_nodes < self.width, f"the chain was made for {self.width} nodes"

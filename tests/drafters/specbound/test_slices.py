@@ -49,8 +49,9 @@ class SlicedDrafter(StubDrafter):
             drafted = self.script[torch.arange(len(places)), places]
             columns.append(drafted if step <= right else (drafted + 1) % 64)
             chain.extend(columns[-1])
-            assert len(chain.layers_passed) == chain.num_nodes == len(columns)
-            assert chain.layers_passed == sorted(chain.layers_passed, reverse=True)
+            passed = [layers for layers, states in chain._segments for _ in range(states.shape[1])]
+            assert len(passed) == chain.num_nodes == len(columns)
+            assert passed == sorted(passed, reverse=True)
         return DraftTree.chain(torch.stack(columns, 1))
 
 
