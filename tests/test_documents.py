@@ -129,7 +129,7 @@ def test_options_of_printed_commands_are_those_of_the_command(capsys: pytest.Cap
     known = {}
     for name in {name for name, _ in printed}:
         # These have options of their own.
-        more = {"bench": ["--suite=speed"], "train": ["--method=specbound", "--method=medusa"]}
+        more = {"bench": ["--suite=speed"], "train": ["--method=specblock", "--method=specbound", "--method=medusa"]}
         for suite in ([], *([option] for option in more.get(name, []))):
             with pytest.raises(SystemExit):
                 main([name, *suite, "--help"])
