@@ -151,6 +151,7 @@ class Pauses:
     RESERVE = 1.0  # below 0, so that a single rejected draft after a pause does not begin the next one
 
     def __init__(self) -> None:
+        # Catching up: the next draft reads text that no draft has read.
         self.drafting, self.probing, self.catching_up = True, False, True
         self._balance = self.FIRST_BALANCE
         self._pause, self._rounds_left = self.FIRST_PAUSE, 0
