@@ -266,7 +266,7 @@ class BudgetKnowledge:
             seconds = min(seconds, self.times.of(max(nodes, FIRST_SIZES[0])))
         else:
             self.times.note(nodes, seconds)
-        self.pauses.catching_up &= not nodes
+        self.pauses.catching_up = self.pauses.catching_up and not nodes
         skipped, tried = self.times.skipped, bool(self.sizes_to_try)
         if not nodes:
             self.pauses.note_skipped()

@@ -71,7 +71,8 @@ class SpeculationStats(Observer):
         num_path_kept: those of them that became part of the text.
         speed_ratio: T_p / T_q, time of a target verification over time of a draft model forward; 0 if not measured.
         peak_draft_entries: largest number of cache entries per row of the draft model, text and all branches.
-        num_prepared: rounds for which drafts had been prepared while the target verified the one before.
+        num_prepared: rounds for which drafts had been prepared while the target verified the one before, summed over
+            rows.
         num_foreseen: those of them that began with a prepared draft; see `continuous_acceptance_length`.
         by_source: counts of each drafter of a merged drafter, by name; empty for others.
         stopwatch: measures the stages of the call.

@@ -239,14 +239,14 @@ class SSDGenerator(TreeCandidateGenerator):
         """The prepared trees of all rows; None if one lacks its own. Rows whose text has ended need none."""
         if not any(self.prepared):
             return None
-        self.num_prepared += 1
+        self.num_prepared += sum(context.active)
         rows = []
         for row, (prepared, tokens) in enumerate(zip(self.prepared, self.ended, strict=True)):
             tree = prepared.get(tokens)
             if tree is None and context.active[row]:
                 return None
             rows.append(RowTree([context.texts[row][-1]], [-1], None) if tree is None else tree)
-        self.num_foreseen += 1
+        self.num_foreseen += sum(context.active)
         return rows
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:

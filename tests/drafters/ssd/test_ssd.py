@@ -99,11 +99,13 @@ def test_every_foreseen_round_has_the_tree_of_drafting_afterwards(batch: str) ->
                 assert each.tree.parents[row].tolist() == parents[:4]
     # Two tokens are accepted in every round, and the third outcome, the right one, is among those prepared.
     stats = watched.stats
-    assert stats.num_prepared == len(watched.rounds) - 1
+    assert stats.num_prepared == sum(sum(each.context.active) for each in watched.rounds[1:])
     assert stats.num_foreseen == stats.num_prepared
+    rows = len(PROMPTS[batch]()["input_ids"])
+    assert stats.continuous_acceptance_length == (stats.num_accepted_draft_tokens + stats.num_spec_steps) / rows
     assert f"{stats.num_foreseen} of {stats.num_prepared} rounds foreseen" in str(stats)
     own = scripted.threads["MainThread"]
-    assert own == len(PROMPTS[batch]()["input_ids"]), "only the first round drafts in turn"
+    assert own == rows, "only the first round drafts in turn"
 
 
 def test_with_too_small_a_fan_out_outcomes_are_missed_and_drafted_in_turn() -> None:
