@@ -29,9 +29,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import transformers
 from accelerate.utils import extract_model_from_parallel
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.pipelines import base as pipelines
 
 from hf_specdec.decoding.chains import AssistedChains, OneByOne, why_called_otherwise, why_no_continuation
 from hf_specdec.decoding.devices import without_inference_mode
@@ -45,8 +47,23 @@ from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, check_supported, why_chains_are_refused
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
-from hf_specdec.decoding.upstream import CACHE, EXPECTED, cache_name, check_signatures, new_cache, sample
+from hf_specdec.decoding.trial import (
+    check_trees,
+    why_no_chains,
+    why_not_same_bits,
+    why_unlike_plain_chains,
+    why_unlike_plain_trees,
+)
+from hf_specdec.decoding.upstream import (
+    CACHE,
+    TESTED,
+    cache_name,
+    caches_in,
+    check_host,
+    is_newer_than_tested,
+    new_cache,
+    sample,
+)
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.call_settings import limits_of_drafts, report_unused
 
@@ -57,11 +74,10 @@ def enable() -> None:
     Importing any drafter calls it.
 
     Raises:
-        ImportError: the installed transformers has functions with unknown signatures.
+        ImportError: the installed transformers lacks what we rely on, see `upstream.check_host`.
     """
-    check_signatures()
-    for name, ours in _WRAPS.items():
-        owner, _ = EXPECTED[name]
+    check_host()
+    for (owner, name), ours in _WRAPS.items():
         function = getattr(owner, name)
         if not hasattr(function, "_hf_specdec_original"):
             setattr(owner, name, _wrapped(function, ours))
@@ -80,8 +96,7 @@ def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
 
 def disable() -> None:
     """Restores transformers; its `generate` then does not support a `Drafter`."""
-    for name in _WRAPS:
-        owner, _ = EXPECTED[name]
+    for owner, name in _WRAPS:
         original = getattr(getattr(owner, name), "_hf_specdec_original", None)
         if original is not None:
             setattr(owner, name, original)
@@ -197,7 +212,7 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
         return original(self, *args, assistant_model=drafter, **kwargs)
     except _CallRefusedError as refusal:
         warnings.warn(
-            f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call; the output is not affected.",
+            f"{refusal} The attached {type(drafter).__name__} drafts nothing: the target decodes this call plainly.",
             stacklevel=3,
         )
     return original(self, *args, **kwargs)
@@ -210,14 +225,22 @@ def _assisted_decoding(
         return original(self, *args, assistant_model=assistant_model, **kwargs)
     input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
     assistant_model.check_pairing(self, input_ids)
+    before = caches_in(kwargs)
     try:
         if _IN_ASSISTED_LOOP.get():
             raise TreesRefusedError("assisted_loop() asks for chains")
         check_supported(self)
         check_trees(self, padded=padded)
+        _check_unknown_host(self, why_unlike_plain_trees, input_ids, kwargs)
         return _decode_trees(self, assistant_model, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
         reason = str(refusal)
+    if (after := caches_in(kwargs)) != before:
+        raise RuntimeError(
+            f"{reason}. Plain decoding cannot begin either: the caches of this call held {before} tokens before the "
+            f"refusal and {after} after it, so the target does not use the cache that it is given. With transformers "
+            f"{transformers.__version__}, tested from {TESTED[0]} to {TESTED[1]}: generate without assistant_model."
+        )
     if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
         raise ValueError(
             f"acceptance={rule!r} needs the loop of this library: {reason}. Set drafter.acceptance = None, which "
@@ -230,10 +253,39 @@ def _assisted_decoding(
     trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
     trouble = trouble or why_chains_are_refused(self, kwargs["generation_config"].max_length)
     trouble = trouble or why_no_continuation(input_ids, kwargs) or why_no_chains(self, padded=padded)
+    if trouble is None:
+        try:
+            _check_unknown_host(self, why_unlike_plain_chains, input_ids, kwargs)
+        except TreesRefusedError as refusal:
+            trouble = str(refusal)
     if trouble is not None:
         why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
         return _decode_plainly(self, assistant_model, why, *args, **kwargs)
     return _decode_chains(self, assistant_model, reason, functools.partial(original, self), *args, **kwargs)
+
+
+def _check_unknown_host(
+    model: PreTrainedModel, why_unlike: Callable[..., str | None], input_ids: Any, arguments: dict[str, Any]
+) -> None:
+    """Compares the first call of each model, and the first padded one, where transformers is newer than any tested one.
+
+    Raises:
+        TreesRefusedError: the first tokens differ.
+    """
+    if not is_newer_than_tested():
+        return
+    given = {name: value for name, value in arguments.items() if name not in _OF_LOOP | _OF_CALL}
+    version = f"transformers {transformers.__version__} is newer than {TESTED[1]}, the newest version that was tested"
+    known, case = _COMPARED.setdefault(model, {}), (why_unlike, _is_padded(arguments.get("attention_mask")))
+    if case not in known:
+        known[case] = why_unlike(model, input_ids, given, arguments["generation_config"].max_length)
+        if known[case] is None:
+            warnings.warn(f"{version}. The first tokens of this call equal those of plain decoding.", stacklevel=3)
+    if known[case] is not None:
+        raise TreesRefusedError(f"{version}, and {known[case]}")
+
+
+_COMPARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
 def _get_candidate_generator(
@@ -325,13 +377,14 @@ def _validate_generation_mode(
 
 # Arguments of `_assisted_decoding` that are not passed to the model.
 _OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer"}
+_OF_CALL = {"input_ids", "logits_processor", "stopping_criteria", "generation_config"}
 
-_WRAPS: dict[str, Callable[..., Any]] = {
-    "generate": _generate,
-    "_assisted_decoding": _assisted_decoding,
-    "_get_candidate_generator": _get_candidate_generator,
-    "_validate_generation_mode": _validate_generation_mode,
-    "load_assistant_model": _load_assistant_model,
+_WRAPS: dict[tuple[Any, str], Callable[..., Any]] = {
+    (GenerationMixin, "generate"): _generate,
+    (GenerationMixin, "_assisted_decoding"): _assisted_decoding,
+    (GenerationMixin, "_get_candidate_generator"): _get_candidate_generator,
+    (GenerationMixin, "_validate_generation_mode"): _validate_generation_mode,
+    (pipelines, "load_assistant_model"): _load_assistant_model,
 }
 
 
@@ -429,7 +482,7 @@ def _relaxed_rule(model: PreTrainedModel, drafter: Drafter) -> Relaxed | None:
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
     """Runs transformers' decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
-    warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
+    warnings.warn(f"{reason}: the target decodes it plainly.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method, same_bits=True)
     stats.begin(args[0] if args else kwargs["input_ids"])
     started = time.perf_counter()
@@ -483,7 +536,7 @@ def _decode_chains(
     if generator.reads_cache and embeddings is not None and embeddings.shape[1] > input_ids.shape[1]:
         chains.drafts = False
         how = f"nothing is drafted, because {drafter.method!r} needs the ids of the prompt, given as inputs_embeds only"
-    warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
+    warnings.warn(f"{reason}. In this call {how}.", stacklevel=2)
     generator.assisted = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
     arguments = others | {CACHE: cache, "assistant_model": generator}

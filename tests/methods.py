@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.datastore import RestDrafter
@@ -211,7 +212,7 @@ def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings:
     }
     cache: Any = DynamicCache(config=target.config.get_text_config(decoder=True))
     with torch.no_grad():
-        target(input_ids=torch.tensor([[1, 2]], device=target.device), past_key_values=cache, use_cache=True)
+        target(input_ids=torch.tensor([[1, 2]], device=target.device), **{CACHE: cache}, use_cache=True)
     storing = {kind: cache.layers[layer] for kind, layer in storing_layers(target).items()}
     kinds = [kind for kind in ("sliding_attention", "full_attention") if kind in storing]
     if not kinds:

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_specdec.decoding.upstream import CACHE
 from tests.scripted import right_for
 
 FILE = Path(__file__).parents[1] / "docs" / "support.md"
@@ -287,7 +288,7 @@ def _multimodal_cell(model: PreTrainedModel, pictures: list[int | None], turns: 
         inputs, texts = multimodal.prompt(model, pictures), []
         settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
         if turns:
-            settings["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+            settings[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
         for turn, drafter in enumerate(drafters):
             if turn:
                 ids = torch.cat([texts[-1], multimodal.prompt(model, [None])["input_ids"]], 1)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.methods import METHODS, make_ddtree, make_dflash
 from tests.scripted import fixed_tree
@@ -76,7 +77,7 @@ def test_settings_that_cannot_work_are_refused(target: PreTrainedModel, settings
 
 def test_static_cache_object_is_refused(target: PreTrainedModel) -> None:
     cache = StaticCache(config=target.config, max_cache_len=64)
-    assert_refused(target, r"past_key_values is a StaticCache .*Pass a DynamicCache", past_key_values=cache)
+    assert_refused(target, rf"{CACHE} is a StaticCache .*Pass a DynamicCache", **{CACHE: cache})
 
 
 def test_an_offloaded_cache_object_is_left_to_the_assisted_loop(target: PreTrainedModel) -> None:
@@ -88,13 +89,13 @@ def test_an_offloaded_cache_object_is_left_to_the_assisted_loop(target: PreTrain
         pytest.warns(UserWarning, match="a DynamicCache with offloading.*'stub' drafts chains"),
         contextlib.suppress(AssertionError, RuntimeError),  # there is no device to be offloaded from
     ):
-        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter, past_key_values=cache)
+        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter, **{CACHE: cache})
 
 
 def test_quantized_cache_object_is_refused(target: PreTrainedModel) -> None:
     cache = QuantizedCache.__new__(QuantizedCache)
     cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
-    assert_refused(target, r"past_key_values is a QuantizedCache", past_key_values=cache)
+    assert_refused(target, rf"{CACHE} is a QuantizedCache", **{CACHE: cache})
 
 
 @pytest.mark.parametrize("method", ["ngram", "dflash"])

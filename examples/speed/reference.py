@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.dflash import DFlashDrafter
 
 HostTree = tuple[list[int], list[int]]  # tokens and parents, root first
@@ -97,7 +98,7 @@ class _Loop:
         self.cache, self.draft_cache = DynamicCache(), DynamicCache(config=drafter.config)
 
     def run(self, new_tokens: int) -> ReferenceRun:
-        output = self.target(self.prompt, past_key_values=self.cache, output_hidden_states=True, logits_to_keep=1)
+        output = self.target(self.prompt, output_hidden_states=True, logits_to_keep=1, **{CACHE: self.cache})
         tokens = [int(output.logits[0, -1].argmax())]
         features = self._features(output.hidden_states)
         run = ReferenceRun(self.prompt)
@@ -149,7 +150,7 @@ class _Loop:
             torch.tensor([tokens], device=device),
             attention_mask=mask,
             position_ids=past + torch.tensor([depths], device=device),
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             output_hidden_states=True,
         )
         choices = output.logits[0].argmax(-1).tolist()

@@ -22,7 +22,7 @@ from hf_specdec.decoding.layers.recurrent import Recurrent
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import TreesRefusedError
 from hf_specdec.decoding.tree import from_host
-from hf_specdec.decoding.upstream import DummyLayer
+from hf_specdec.decoding.upstream import CACHE, DummyLayer
 
 
 class TreeCache(Cache):
@@ -61,15 +61,15 @@ class TreeCache(Cache):
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
         if not isinstance(cache, DynamicCache) or kinds - set(KINDS):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__} with layers {sorted(kind.__name__ for kind in kinds)}; "
+                f"{CACHE} is a {type(cache).__name__} with layers {sorted(kind.__name__ for kind in kinds)}; "
                 "speculative decoding can continue only a DynamicCache with layers of these kinds: "
-                f"{sorted(kind.__name__ for kind in KINDS)}. Pass a DynamicCache, or leave past_key_values out."
+                f"{sorted(kind.__name__ for kind in KINDS)}. Pass a DynamicCache, or leave {CACHE} out."
             )
         if cache.offloading:
-            raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not allow")
+            raise TreesRefusedError(f"{CACHE} is a DynamicCache with offloading, which draft trees do not allow")
         if any(isinstance(layer, LinearAttentionLayer) and layer.record_past for layer in cache.layers):
             raise TreesRefusedError(
-                "past_key_values records the past of convolutions (activate_past_recording), and draft trees do not"
+                f"{CACHE} records the past of convolutions (activate_past_recording), and draft trees do not"
             )
         own = cls(num_layers, cache.layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):

@@ -86,16 +86,16 @@ def why_no_continuation(input_ids: Tensor, arguments: dict[str, Any]) -> str | N
     if cache is None:
         return None
     if any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ())):
-        return "past_key_values records its past (activate_past_recording), and that loop cuts it to its window"
+        return f"{CACHE} records its past (activate_past_recording), and that loop cuts it to its window"
     if not cache.get_seq_length():
         return None
     if embeddings is not None:
-        return "past_key_values holds tokens already, and the others are passed as inputs_embeds"
+        return f"{CACHE} holds tokens already, and the others are passed as inputs_embeds"
     # Without padding, `generate` drops the mask and notes its length, which tells whether all ids were passed.
     length = getattr(arguments["generation_config"], "_mask_length", -1) if mask is None else mask.shape[1]
     if length != input_ids.shape[1] or length <= cache.get_seq_length():
         return (
-            f"past_key_values holds {cache.get_seq_length()} tokens, and that loop needs the ids of all tokens, these "
+            f"{CACHE} holds {cache.get_seq_length()} tokens, and that loop needs the ids of all tokens, these "
             f"included, but input_ids has {input_ids.shape[1]}, for a text of {length}"
         )
     return None

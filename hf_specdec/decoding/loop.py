@@ -56,7 +56,7 @@ class SpeculativeDecoding:
         logits_processor: processors and warpers, as `generate` has prepared them.
         stopping_criteria: as `generate` has prepared them.
         generation_config: of the call, with its special token tensors.
-        model_kwargs: of the call. `past_key_values` is read; at the end it holds what plain decoding would have left.
+        model_kwargs: of the call. Its cache is read; at the end it holds what plain decoding would have left.
         stats: filled while the call runs.
         records: what the output contains besides tokens.
         policy: decides how much is drafted.
@@ -152,8 +152,8 @@ class SpeculativeDecoding:
             return output_ids
         return SpeculativeOutput(
             sequences=output_ids,
-            past_key_values=self.model_kwargs[self.target.cache_name],
             speculation=self.stats,
+            **{upstream.CACHE: self.model_kwargs[self.target.cache_name]},
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
 

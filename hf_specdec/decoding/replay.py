@@ -45,12 +45,14 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
         model.forward(**kept)  # bypasses the hook: only transformers' own forwards are recorded
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
-    own = {"crop": crop, "activate_past_recording": lambda: None}
+    own, kind = {"crop": crop, "activate_past_recording": lambda: None}, type(cache)
     vars(cache).update(own)
+    cache.__class__ = type(kind.__name__, (kind,), {"is_croppable": True})  # transformers asks for it since 5.24
     try:
         yield
     finally:
         handle.remove()
+        cache.__class__ = kind
         for name in own:
             del vars(cache)[name]
 

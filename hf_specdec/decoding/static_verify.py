@@ -78,9 +78,9 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
             input_ids=token_ids,
             attention_mask=target.masks_for_host(masks),
             position_ids=position_ids,
-            past_key_values=target.cache,
             use_cache=True,
             return_dict=True,
+            **{target.cache_name: target.cache},
         )
     features = target.read_taps()
     logits = outputs.logits.to(torch.float32)

@@ -240,7 +240,7 @@ class SpeculationStats(Observer):
             reasons.append(f"in {of_target} of them the target itself gives NaN for the row, as in plain decoding")
         message = (
             f"{fallback} of {self.num_spec_steps} rounds fell back to plain decoding (stats.num_plain_steps): "
-            f"{'; '.join(reasons)}. The output is not affected."
+            f"{'; '.join(reasons)}."
         )
         if 2 * fallback <= self.num_spec_steps:
             logger.warning(message)

@@ -20,13 +20,13 @@ from transformers.cache_utils import Cache
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, undisturbed
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows
-from hf_specdec.decoding.upstream import arguments_of_prompt, cache_name, next_inputs, prefill
+from hf_specdec.decoding.upstream import CACHE_NAMES, arguments_of_prompt, cache_name, next_inputs, prefill
 
 # Arguments that rounds set themselves.
 _SET_BY_ROUNDS = frozenset(
     {
-        "attention_mask", "cache_params", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep",
-        "output_attentions", "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache",
+        *CACHE_NAMES, "attention_mask", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
 _CROSS_ATTENDED = ("cross_attention_states", "encoder_hidden_states", "encoder_outputs", "pixel_values")

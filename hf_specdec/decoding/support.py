@@ -74,7 +74,7 @@ def can_be_cut_back(model: PreTrainedModel) -> bool:
 
 def why_chains_are_refused(model: PreTrainedModel, max_length: int) -> str | None:
     """Why transformers' own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
-    if upstream.cache_name(model) != upstream.CACHE:
+    if upstream.cache_name(model) != upstream.CACHE:  # Mamba, before transformers 5.24
         return f"that loop does not support caches in the argument {upstream.cache_name(model)}"
     kept = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if kept is not None and max_length > kept:

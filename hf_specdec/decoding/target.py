@@ -474,12 +474,12 @@ class TargetModel:
             return
         token_ids = ids[:, : at + 1]
         anew = self.model.prepare_inputs_for_generation(
-            token_ids, past_key_values=self.cache, attention_mask=torch.ones_like(token_ids), use_cache=True
+            token_ids, attention_mask=torch.ones_like(token_ids), use_cache=True, **{self.cache_name: self.cache}
         )
-        if anew.get("past_key_values") is not None:
+        if anew.get(self.cache_name) is not None:
             return
         cache = self._new_cache()
-        self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
         cache.begin_rounds(self.cache.capacity, contiguous=self.copies_entries)
         cache.rollback([at])  # the root is run with its tree
         self.cache = cache

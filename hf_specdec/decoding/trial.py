@@ -7,13 +7,16 @@ transformers' decoding on forced tokens, with the arguments that transformers pa
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation import MaxLengthCriteria
 
 from hf_specdec.decoding import same_bits, upstream
@@ -23,15 +26,20 @@ from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
+from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, products_of, undisturbed
+from hf_specdec.decoding.policies import DraftingPolicy
+from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.replay import replaying
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 
 PROMPT = 5  # tokens
 PADDING = 2  # of them, in trials with left padding
+FIRST = 16  # tokens of a call that are compared with an untested transformers
 PARENTS = (-1, 0, 0, 1, 1, 2, 4)
 PATHS = ((0, 1, 3), (0, 2, 5), (0, 1, 4, 6))  # from the root to every leaf
 # The largest difference of logits that rounding can explain, as a share of the largest logit. States are always
@@ -198,8 +206,89 @@ def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bo
         output = upstream.sample(model, prompt, **settings, **arguments)
     else:
         with nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = upstream.assist(model, prompt, _Script(tokens), **settings, **arguments)
+            output = upstream.assist(model, prompt, _Script(tokens.unsqueeze(0), PROMPT), **settings, **arguments)
     return torch.stack([logits[0] for logits in output.logits[1:]])
+
+
+def why_unlike_plain_trees(
+    model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any], max_length: int
+) -> str | None:
+    """Why the first tokens of a call differ if trees are verified, right and wrong in turn; None if they do not.
+
+    Args:
+        model: the target.
+        input_ids: [batch, seq] int64, the call's prompts.
+        arguments: of the call, for the model; its caches are copied.
+        max_length: of the call.
+    """
+
+    def decode(script: _Script, settings: dict[str, Any], given: dict[str, Any]) -> Tensor:
+        config = settings["generation_config"]
+        records = TokenRecords(config, len(input_ids), given.get(upstream.cache_name(model)))
+        stats = SpeculationStats(method="trial")
+        target, policy = TargetModel(model), DraftingPolicy()
+        loop = SpeculativeDecoding(
+            target,
+            lambda _: script,
+            input_ids,
+            model_kwargs=given,
+            stats=stats,
+            records=records,
+            policy=policy,
+            **settings,
+        )
+        return loop.run().sequences  # type: ignore[union-attr]
+
+    return _why_unlike_plain(model, input_ids, arguments, max_length, decode)
+
+
+def why_unlike_plain_chains(
+    model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any], max_length: int
+) -> str | None:
+    """The same for chains in transformers' assisted loop, of a batch of one."""
+
+    def decode(script: _Script, settings: dict[str, Any], given: dict[str, Any]) -> Tensor:
+        cache = given[upstream.cache_name(model)]
+        with nullcontext() if can_be_cut_back(model) else replaying(model, cache):
+            tokens: Tensor = upstream.assist(model, input_ids, script, **settings, **given).sequences
+        return tokens
+
+    return _why_unlike_plain(model, input_ids, arguments, max_length, decode)
+
+
+@torch.no_grad()
+def _why_unlike_plain(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    arguments: dict[str, Any],
+    max_length: int,
+    decode: Callable[[_Script, dict[str, Any], dict[str, Any]], Tensor],
+) -> str | None:
+    length = min(max_length, input_ids.shape[1] + FIRST)
+
+    def settings() -> dict[str, Any]:
+        return {
+            "logits_processor": LogitsProcessorList(),
+            "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)]),
+            "generation_config": upstream.config_of_trial(length),
+        }
+
+    def given() -> dict[str, Any]:
+        return {name: copy.deepcopy(value) if isinstance(value, Cache) else value for name, value in arguments.items()}
+
+    with undisturbed(model):
+        plain: Tensor = upstream.sample(model, input_ids, **settings(), **given()).sequences
+        script = _Script(plain[:, input_ids.shape[1] :], input_ids.shape[1])
+        try:
+            found = decode(script, settings(), given())
+        except REFUSED_RUN as error:
+            return f"the first tokens of this call could not be drafted for: {error}"
+    if torch.equal(found, plain):
+        return None
+    return (
+        f"with drafts, the first {length - input_ids.shape[1]} greedy tokens of this call were "
+        f"{found[:, input_ids.shape[1] :].tolist()}, in plain decoding {plain[:, input_ids.shape[1] :].tolist()}"
+    )
 
 
 class _Forced(LogitsProcessor):
@@ -216,19 +305,32 @@ class _Forced(LogitsProcessor):
 
 
 class _Script(TreeCandidateGenerator):
-    """Drafts what will be forced, three tokens at a time, and a wrong one behind the first three."""
+    """Drafts a known continuation; the last token of the first draft is wrong, and so is each tree's first branch.
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
+    Args:
+        tokens: [batch, tokens] int64, the continuation.
+        prompt_length: tokens before it.
+    """
+
+    def __init__(self, tokens: Tensor, prompt_length: int) -> None:
+        self.tokens, self.prompt_length = tokens, prompt_length
 
     def get_candidates(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        place = input_ids.shape[1] - PROMPT
+        place = input_ids.shape[1] - self.prompt_length
         if not place:  # as in calls, the prompt is run alone
             return input_ids, None
-        drafts = self.tokens[place : place + 3].clone()
-        if place == 1:
-            drafts[-1] = self.tokens[0]
-        return torch.cat([input_ids, drafts.unsqueeze(0)], 1), None
+        return torch.cat([input_ids, torch.tensor([self._drafts(0, place)], device=input_ids.device)], 1), None
 
     def draft(self, context: DraftContext) -> DraftTree:
-        raise NotImplementedError("used in transformers' loop only")
+        trees = []
+        for row, length in enumerate(context.lengths):
+            first, *others = [*self._drafts(row, length - self.prompt_length), 0, 0, 0][:3]
+            trees.append([int(context.root_ids[row]), self._wrong(first), first, *others])
+        return DraftTree.from_lists(trees, [[-1, 0, 0, 2, 3]] * len(trees))
+
+    def _drafts(self, row: int, place: int) -> list[int]:
+        drafts: list[int] = self.tokens[row, place : place + 3].tolist()
+        return [*drafts[:-1], self._wrong(drafts[-1])] if place == 1 and drafts else drafts
+
+    def _wrong(self, token: int) -> int:
+        return token - 1 if token else token + 1

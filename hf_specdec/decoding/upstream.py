@@ -1,15 +1,19 @@
-"""Every private name of transformers that we use, and a check of the signatures that we expect."""
+"""What we need of transformers besides its public calls: one table, checked at import, and the functions that use it.
+
+What differs by version is here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -19,9 +23,11 @@ from transformers import (
     cache_utils,
     conversion_mapping,
     core_model_loading,
+    masking_utils,
 )
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator, GenerationMixin
+from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
@@ -32,40 +38,98 @@ from hf_specdec.decoding.once import once_per_model, undisturbed
 # A layer of transformers' cache that stores nothing; transformers 5.17 does not have it.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
-CACHE = "past_key_values"  # the argument for the cache in most forwards
+# The cache's name in arguments and outputs of forwards and of `generate`: "cache" since transformers 5.24. Before it,
+# Mamba families say "cache_params" in their forwards, see `cache_name`.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+PAST_LENGTH = f"{CACHE}_length"  # of modules that count positions themselves: the argument for the cached tokens
 
-# What we wrap or call, and the first parameters that each must have.
-EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "load_assistant_model": (pipelines, ("model", "assistant_model", "assistant_tokenizer")),
-    "get_model_conversion_mapping": (conversion_mapping, ("model",)),
-    "convert_and_load_state_dict_in_model": (core_model_loading, ("model", "state_dict", "load_config")),
-    **{
-        name: (GenerationMixin, ("self", *parameters))
-        for name, parameters in {
-            "generate": ("inputs", "generation_config"),
-            "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-            "_get_candidate_generator": ("generation_config", "input_ids", "inputs_tensor", "logits_processor"),
-            "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-            "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
-            "_prefill": ("input_ids", "generation_config", "model_kwargs"),
-            "_prepare_position_ids_for_generation": ("inputs_tensor", "model_kwargs"),
-            "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder"),
-            "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
-        }.items()
+# The oldest and the newest version whose tests were run; pyproject.toml allows no others.
+TESTED = ("5.17", "5.24")
+
+# What we wrap, call or replace, by its owner, and the first parameters that each must have.
+EXPECTED: dict[Any, dict[str, tuple[str, ...]]] = {
+    GenerationMixin: {
+        "generate": ("self", "inputs", "generation_config"),
+        "_assisted_decoding": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
+        "_get_candidate_generator": ("self", "generation_config", "input_ids", "inputs_tensor", "logits_processor"),
+        "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+        "_sample": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
+        "_prefill": ("self", "input_ids", "generation_config", "model_kwargs"),
+        "_prepare_position_ids_for_generation": ("self", "inputs_tensor", "model_kwargs"),
+        "_update_model_kwargs_for_generation": ("self", "outputs", "model_kwargs", "is_encoder_decoder"),
+        "prepare_inputs_for_generation": ("self", "input_ids", "next_sequence_length", CACHE, "attention_mask"),
+        "_supports_default_dynamic_cache": (),
     },
+    CandidateGenerator: {
+        "get_candidates": ("self", "input_ids"),
+        "update_candidate_strategy": ("self", "input_ids", "scores", "num_matches"),
+    },
+    GenerationConfig: {"_get_default_generation_params": ()},
+    Cache: {
+        "update": ("self", "key_states", "value_states", "layer_idx"),
+        "get_seq_length": ("self", "layer_idx"),
+        "get_mask_sizes": ("self", "query_length", "layer_idx"),
+        "crop": ("self", "tokens_to_remove"),
+        "activate_past_recording": ("self",),
+    },
+    cache_utils.CacheLayerMixin: {
+        "update": ("self", "key_states", "value_states"),
+        "get_seq_length": ("self",),
+        "get_mask_sizes": ("self", "query_length"),
+    },
+    cache_utils.LinearAttentionLayer: {
+        "update_conv_state": ("self", "conv_states", "state_idx", "conv_kernel_size"),
+        "update_recurrent_state": ("self", "recurrent_states", "state_idx"),
+    },
+    cache_utils.DynamicIndexedLayer: {"update_indexer": ("self", "indexer_key_states")},
+    sdpa_attention: {
+        "sdpa_attention_forward": ("module", "query", "key", "value", "attention_mask", "dropout", "scaling"),
+    },
+    masking_utils: {"sdpa_mask": ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function")},
+    pipelines: {"load_assistant_model": ("model", "assistant_model", "assistant_tokenizer")},
+    conversion_mapping: {"get_model_conversion_mapping": ("model",)},
+    core_model_loading: {"convert_and_load_state_dict_in_model": ("model", "state_dict", "load_config")},
+}
+# What we read or set.
+ATTRIBUTES: dict[Any, tuple[str, ...]] = {
+    PreTrainedModel: ("_supports_attention_backend", "_supports_sdpa", "_is_stateful"),
+    PreTrainedConfig: ("_attn_implementation", "_experts_implementation"),
+    Cache: ("is_sliding",),
 }
 
 
-def check_signatures() -> None:
-    """Raises ImportError if functions of the installed transformers have other parameters than those in `EXPECTED`."""
-    for name, (owner, expected) in EXPECTED.items():
-        function = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
-        if found != expected:
-            raise ImportError(
-                f"hf_specdec needs {owner.__name__}.{name}{expected}, but transformers {transformers.__version__} has "
-                f"{name}{found if found is not None else ' missing'}. Supported: transformers >= 5.17, < 6."
-            )
+def check_host() -> None:
+    """Raises ImportError if the installed transformers has not what `EXPECTED` and `ATTRIBUTES` say."""
+    other = [
+        f"{owner.__name__}.{name} is missing"
+        for owner, names in ATTRIBUTES.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    for owner, functions in EXPECTED.items():
+        for name, expected in functions.items():
+            function = getattr(owner, name, None)
+            if function is None:
+                other.append(f"{owner.__name__}.{name} is missing")
+            elif (found := tuple(signature(function).parameters)[: len(expected)]) != expected:
+                other.append(f"{owner.__name__}.{name} has the parameters {found} instead of {expected}")
+    if other:
+        raise ImportError(
+            f"hf_specdec relies on parts of transformers that {transformers.__version__} has otherwise: "
+            f"{'; '.join(other)}. It was tested with transformers {TESTED[0]} to {TESTED[1]}: install one of these "
+            f"(pip install 'transformers>={TESTED[0]},<={TESTED[1]}.99'), or a newer hf_specdec."
+        )
+
+
+def is_newer_than_tested() -> bool:
+    """Whether the installed transformers is of a later minor version than any whose tests were run."""
+    return Version(transformers.__version__).release[:2] > Version(TESTED[1]).release[:2]
+
+
+def caches_in(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens in the caches among the arguments of a call, by name."""
+    return {name: value.get_seq_length() for name, value in arguments.items() if isinstance(value, Cache)}
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
@@ -105,7 +169,7 @@ def arguments_of_prompt(model: PreTrainedModel, input_ids: Tensor, mask: Tensor)
         mask: [batch, seq] int64, 0 at padding.
     """
     arguments: dict[str, Any] = {cache_name(model): new_cache(model), "use_cache": True}
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature(model.forward).parameters
     if "attention_mask" in parameters:
         arguments["attention_mask"] = mask
     if "position_ids" in parameters:
@@ -168,19 +232,20 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
 @once_per_model
 def cache_name(model: PreTrainedModel) -> str:
     """The name of the model's argument for its cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else CACHE
+    parameters = signature(model.forward).parameters
+    return next((name for name in (CACHE, *CACHE_NAMES) if name in parameters), CACHE)
 
 
 @once_per_model
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the model's forward has the argument position_ids."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return "position_ids" in signature(model.forward).parameters
 
 
 @once_per_model
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether a family stores everything in transformers' DynamicCache."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature(model.forward).parameters
     # A class of the caller may pass all arguments on as **kwargs.
     given = cache_name(model) in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return given and bool(model._supports_default_dynamic_cache())
@@ -224,7 +289,7 @@ def is_callers(cache: Cache) -> bool:
 @once_per_model
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether a forward can compute the logits of the last tokens only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    return "logits_to_keep" in signature(model.forward).parameters
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:

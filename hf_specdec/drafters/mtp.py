@@ -32,7 +32,7 @@ from hf_specdec.decoding.masks import SLIDING, additive
 from hf_specdec.decoding.modules import apply_head, is_quantised
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.upstream import load_part
+from hf_specdec.decoding.upstream import CACHE, load_part
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle3 import Eagle3Generator, Eagle3Options
 from hf_specdec.drafters.registry import Serving, register
@@ -487,15 +487,14 @@ class _Block(nn.Module):
             positions = position_ids[:, :1] + 1 - seen + torch.arange(mask.shape[-1], device=mask.device)
             past = positions.unsqueeze(1) <= position_ids.unsqueeze(2) - self.window
             mask = mask.masked_fill(past.unsqueeze(1), torch.finfo(mask.dtype).min)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {CACHE: cache}
         if rotary is not None:
             # Of text, height and width, where the family has all three; transformers 5.17 does not expand them itself.
             axes = position_ids.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position_ids
             arguments["position_embeddings"] = rotary(hidden, axes, *self.rotary_type)
         output = self.layer(
-            hidden, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
-            **arguments,
-        )  # fmt: skip
+            hidden, attention_mask=mask, position_ids=position_ids, use_cache=cache is not None, **arguments
+        )
         return output[0] if isinstance(output, tuple) else output
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from hf_specdec.decoding.upstream import cache_name
 from hf_specdec.verification.precision import top_difference
 from hf_specdec.verification.replay import ForcedText, Prompt, settings
 
@@ -89,10 +90,10 @@ def first_difference(
 
 def _stepped(model: PreTrainedModel, text: Tensor, steps: int) -> list[Tensor]:
     """Logits [vocab] after each of the last tokens of a text, run one at a time."""
-    cache, stepped = None, []
+    cache, stepped, name = None, [], cache_name(model)
     for end in range(text.shape[1] - steps + 1, text.shape[1] + 1):
-        output = model(text[:, 0 if cache is None else end - 1 : end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(text[:, 0 if cache is None else end - 1 : end], use_cache=True, **{name: cache})
+        cache = output[name]
         stepped.append(output.logits[0, -1].cpu().double())
     return stepped
 

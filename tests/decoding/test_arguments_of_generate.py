@@ -27,6 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.decoding.upstream import CACHE
 from tests.scripted import right_for
 from tests.targets import PROMPTS, STATEFUL, make_target, tiny_tokenizer
 
@@ -98,9 +99,9 @@ def positions(target: PreTrainedModel, prompts: Prompts, new: Tensor) -> Argumen
 def second_turn(target: PreTrainedModel, prompts: Prompts, new: Tensor) -> Arguments:
     """The cache of a first turn of three tokens, which must not be shared by two calls, and all ids."""
     cache = DynamicCache(config=target.config)
-    ids = target.generate(**prompts, max_new_tokens=4, do_sample=False, past_key_values=cache)
+    ids = target.generate(**prompts, max_new_tokens=4, do_sample=False, **{CACHE: cache})
     mask = torch.cat([prompts["attention_mask"], torch.ones_like(ids[:, -4:])], 1)
-    return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "return_dict_in_generate": True}
+    return {"input_ids": ids, "attention_mask": mask, CACHE: cache, "return_dict_in_generate": True}
 
 
 def config_object(target: PreTrainedModel, prompts: Prompts, new: Tensor) -> Arguments:
@@ -179,7 +180,7 @@ CASES: dict[str, Callable[[PreTrainedModel, Prompts, Tensor], Arguments]] = {
     "inputs_embeds and input_ids": embeddings_and_ids,
     "no attention_mask": fixed(attention_mask=None),
     "position_ids": positions,
-    "past_key_values": second_turn,
+    CACHE: second_turn,
     "prefill_chunk_size": fixed(prefill_chunk_size=4),
     "logits_to_keep": fixed(logits_to_keep=1),
     "use_cache": fixed(use_cache=True, cache_implementation="dynamic"),

@@ -27,6 +27,7 @@ from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.integration import assisted_loop
@@ -219,8 +220,8 @@ def test_cache_of_the_caller_is_continued_and_returned() -> None:
     caches = []
     for drafter in (None, right_for(2, target.generate(**prompts, **GREEDY), siblings=0)):
         cache = DynamicCache()
-        first = target.generate(**prompts, **GREEDY, past_key_values=cache, assistant_model=drafter)
-        second = target.generate(first, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        first = target.generate(**prompts, **GREEDY, **{CACHE: cache}, assistant_model=drafter)
+        second = target.generate(first, max_new_tokens=8, do_sample=False, **{CACHE: cache})
         caches.append((second.tolist(), cache.get_seq_length()))
     assert caches[0] == caches[1]
 
@@ -304,7 +305,7 @@ def test_caches_that_cannot_be_cropped_are_restored_and_replayed(right: Any, fam
         return
     # The cache that is handed back goes on as the other one does.
     longer = torch.cat([alone.sequences, prompts["input_ids"][:, :3]], 1)
-    then = [target.generate(longer, **GREEDY, past_key_values=each.past_key_values) for each in (assisted, alone)]
+    then = [target.generate(longer, **GREEDY, **{CACHE: each[CACHE]}) for each in (assisted, alone)]
     assert then[0].tolist() == then[1].tolist()
 
 
@@ -411,7 +412,7 @@ def in_turns(target: PreTrainedModel, drafter_of_turn: Any, **settings: Any) -> 
         text = target.generate(
             text,
             attention_mask=torch.ones_like(text),
-            past_key_values=cache,
+            **{CACHE: cache},
             assistant_model=drafter_of_turn(turn, found),
             max_new_tokens=10,
             do_sample=False,
@@ -462,13 +463,13 @@ def test_new_ids_alone_on_a_continued_cache_are_decoded_plainly() -> None:
     outputs = []
     for drafter in (None, right_for(2, torch.zeros(1, 0))):
         cache = DynamicCache(config=target.config)
-        target.generate(**prompts, **GREEDY, past_key_values=cache)
+        target.generate(**prompts, **GREEDY, **{CACHE: cache})
         mask = torch.ones(1, cache.get_seq_length() + 4, dtype=torch.int64)
         outputs.append(
             target.generate(
                 prompts["input_ids"][:, :4],
                 attention_mask=mask,
-                past_key_values=cache,
+                **{CACHE: cache},
                 assistant_model=drafter,
                 **GREEDY,
             ).tolist()
@@ -499,10 +500,10 @@ def test_a_cache_that_records_its_past_is_left_as_plain_decoding_leaves_it() -> 
         for drafter in (None, right_for(2, script, siblings=0)):
             cache = DynamicCache(config=target.config)
             cache.activate_past_recording()
-            first = target.generate(**prompts, **GREEDY, past_key_values=cache, assistant_model=drafter)
+            first = target.generate(**prompts, **GREEDY, **{CACHE: cache}, assistant_model=drafter)
             found.append([first.tolist(), *contents(cache)])
             cache.crop(-15)
-            again = target.generate(first[:, :-8], **GREEDY, past_key_values=cache, assistant_model=drafter)
+            again = target.generate(first[:, :-8], **GREEDY, **{CACHE: cache}, assistant_model=drafter)
             found[-1] += [again.tolist(), *contents(cache)]
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])

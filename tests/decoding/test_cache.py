@@ -13,6 +13,7 @@ from hf_specdec.decoding.cache import GROWTH, TreeCache
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.lookup import NGramDrafter
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -186,7 +187,7 @@ def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor]) -> TargetMode
         model.prefill(
             prompts["input_ids"],
             config,
-            {"attention_mask": mask, "position_ids": positions, "past_key_values": DynamicCache(), "use_cache": True},
+            {"attention_mask": mask, "position_ids": positions, CACHE: DynamicCache(), "use_cache": True},
         )
     model.begin_rounds(60)
     return model
@@ -235,7 +236,7 @@ def test_after_commits_a_cache_equals_one_without_the_rejected_nodes(family: str
 
 def test_static_cache_cannot_be_continued() -> None:
     target = make_target("llama", "sdpa")
-    with pytest.raises(ValueError, match=r"StaticCache.*Pass a DynamicCache, or leave past_key_values out"):
+    with pytest.raises(ValueError, match=rf"StaticCache.*Pass a DynamicCache, or leave {CACHE} out"):
         TreeCache.continuing(StaticCache(config=target.config, max_cache_len=32), 4)
 
 
@@ -243,7 +244,7 @@ def test_dropped_entries_of_sliding_layers_become_zeros() -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["batch of one"]()
     stock = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(prompts["input_ids"], past_key_values=stock)
+        target(prompts["input_ids"], **{CACHE: stock})
     own = TreeCache.continuing(stock, 4)
     for layer, source in zip(own.layers, stock.layers, strict=True):
         held = source.keys.shape[2]
@@ -256,11 +257,11 @@ def test_dropped_entries_of_sliding_layers_become_zeros() -> None:
 def test_returned_cache_uses_little_more_memory_than_its_entries(passed: bool) -> None:
     target = fresh_target("llama", "sdpa", max_position_embeddings=8192)
     settings = {"max_new_tokens": 4000, "do_sample": False, "eos_token_id": list(range(32))}
-    settings |= {"past_key_values": DynamicCache()} if passed else {}
+    settings |= {CACHE: DynamicCache()} if passed else {}
     output = target.generate(
         **PROMPTS["batch of one"](), **settings, return_dict_in_generate=True, assistant_model=NGramDrafter()
     )
-    parts = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1 < 200
+    parts = [part for layer in output[CACHE].layers for part in (layer.keys, layer.values)]
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1 < 200
     held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     assert sum(held.values()) == sum(part.nbytes for part in parts)

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from tests.targets import WINDOW, make_target, ragged_prompts
 
 
@@ -34,7 +35,7 @@ def test_entries_of_rows_that_have_grown_apart(family: str, window: int | None) 
                 prompt = prompts["input_ids"][row, prompts["attention_mask"][row].bool()]
                 text = torch.cat([prompt, drafted[row, : kept[row]]])
                 cache = DynamicCache()  # without a config it keeps what is behind windows too
-                model(text.unsqueeze(0), past_key_values=cache, use_cache=True)
+                model(text.unsqueeze(0), **{CACHE: cache}, use_cache=True)
                 plain = cache.layers[layer]
                 for found, expected in ((entries.keys, plain.keys), (entries.values, plain.values)):
                     seen = found[place][:, entries.mask[place]]

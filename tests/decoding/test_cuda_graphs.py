@@ -25,6 +25,7 @@ from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashDrafter, DFlashMarginals
 from hf_specdec.verification import verify_lossless
@@ -134,7 +135,7 @@ def test_captured_rounds_give_the_targets_tokens_and_cache(family: str, batch: s
         assert assisted.sequences.tolist() == alone.sequences.tolist()
         assert Replaying.replays == drafter.stats.num_target_forwards
         if attention == "sdpa":  # the other has float32 in it
-            assert_same_cache(assisted.past_key_values, alone.past_key_values)
+            assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 @pytest.mark.parametrize("method", STEADY)
@@ -163,7 +164,7 @@ def test_later_calls_reuse_what_earlier_ones_captured() -> None:
     assert Replaying.made == made
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
     # The cache that was handed back is the caller's: no later call writes to it.
-    assert_same_cache(first.past_key_values, alone.past_key_values)
+    assert_same_cache(first[CACHE], alone[CACHE])
 
 
 @pytest.mark.parametrize("method", EARLY)
@@ -331,7 +332,7 @@ def test_rows_leave_a_captured_batch() -> None:
     for _ in range(2):
         assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 def test_text_longer_than_the_buffers_grows_them() -> None:

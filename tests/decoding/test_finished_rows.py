@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_specdec.decoding import loop
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.base import Drafter
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
@@ -68,7 +69,7 @@ def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: s
     drafter = drafter_of(method, target)
     assisted = target.generate(**prompts(), **settings, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
-    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    assert_same_cache(assisted[CACHE], alone[CACHE])
     assert batches[0] == 5
     assert min(batches) < 5 or method == "specbranch"  # which has a worker of its own, and keeps all rows
     assert [len(row) for row in drafter.stats.per_step_accepted] != [len(drafter.stats.per_step_accepted[0])] * 5

@@ -19,6 +19,7 @@ from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from tests.decoding.test_cuda_graphs import EARLY, capture_on_cpu, compiling
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
@@ -115,11 +116,11 @@ def test_late_reads_give_the_tokens_counts_and_cache_of_immediate_reads(
     assert late_stats.per_step_accepted == stats.per_step_accepted
     assert late_stats.num_draft_tokens == stats.num_draft_tokens
     assert late_stats.num_target_forwards - stats.num_target_forwards in (0, 1)
-    assert_same_cache(one.past_key_values, other.past_key_values)
+    assert_same_cache(one[CACHE], other[CACHE])
     if not do_sample:
         alone = target.generate(**prompts, **settings)
         assert one.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(one.past_key_values, alone.past_key_values)
+        assert_same_cache(one[CACHE], alone[CACHE])
 
 
 def test_the_verdict_of_a_round_is_read_after_the_next_one_is_launched(events: list[str]) -> None:
@@ -145,7 +146,7 @@ def test_any_number_of_new_tokens_ends_the_text_where_plain_decoding_does(batch:
             drafter = early(prompts, script, num_right)
             assisted = target.generate(**prompts, **settings, assistant_model=drafter)
             assert assisted.sequences.tolist() == alone.sequences.tolist()
-            assert_same_cache(assisted.past_key_values, alone.past_key_values)
+            assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 @pytest.mark.parametrize("at", range(1, 12))
@@ -160,7 +161,7 @@ def test_end_of_text_in_a_round_discards_the_next_round(at: int, events: list[st
         events.clear()
         assisted = target.generate(**prompts, **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        assert_same_cache(assisted[CACHE], alone[CACHE])
         counted = len(drafter.stats.per_step_accepted[0])
         assert drafter.stats.num_target_forwards == events.count("verify")
         assert drafter.stats.num_target_forwards - counted in (0, 1)
@@ -175,13 +176,13 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
     for _ in range(2):
         assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        assert_same_cache(assisted[CACHE], alone[CACHE])
     script = target.generate(**five_prompts(), **(settings | {"eos_token_id": None})).sequences
     for num_right in (1, [3, 0, 2]):
         drafter = early(five_prompts(), script, num_right)
         assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 @pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
@@ -210,7 +211,7 @@ def test_draft_with_nan_logits_costs_one_round_only(
         assisted = target.generate(**prompts, **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == script.tolist()
         if attention == "sdpa":
-            assert_same_cache(assisted.past_key_values, alone.past_key_values)
+            assert_same_cache(assisted[CACHE], alone[CACHE])
         stats = drafter.stats
         assert stats is not None
         assert stats.num_plain_steps > 0
@@ -236,7 +237,7 @@ def test_methods_that_draft_early_draft_with_tokens_with_nan_logits(
     target.get_input_embeddings().weight.data[unseen[::4]] = torch.nan
     assisted = target.generate(**prompts, **settings, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
-    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    assert_same_cache(assisted[CACHE], alone[CACHE])
     # Its caches hold no NaN: only rounds after those that came to nothing are plain. EAGLE-3 and SpecBlock read what
     # they have drafted by the target's embeddings, so that they have no numbers either behind such a token.
     if batch == "batch of one" and method not in ("eagle3", "specblock"):

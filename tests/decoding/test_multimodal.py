@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec import verify_lossless
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.integration import assisted_loop
 from tests.methods import METHODS
@@ -55,7 +56,7 @@ def in_turns(target: PreTrainedModel, drafters: list[Any]) -> list[torch.Tensor]
         if texts:
             said["input_ids"] = torch.cat([texts[-1], said["input_ids"]], 1)
             said["attention_mask"] = torch.ones_like(said["input_ids"])
-        texts.append(target.generate(**said, past_key_values=cache, assistant_model=drafter, **GREEDY))
+        texts.append(target.generate(**said, **{CACHE: cache}, assistant_model=drafter, **GREEDY))
     return texts
 
 
@@ -196,7 +197,7 @@ def test_verify_lossless_finds_positions_that_are_wrong_with_a_picture_only() ->
 
     def shifted(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """As if rounds took the positions of a text without pictures."""
-        position_ids, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        position_ids, cache = kwargs.get("position_ids"), kwargs.get(CACHE)
         if position_ids is not None and isinstance(cache, TreeCache) and cache.get_seq_length():
             kwargs["position_ids"] = position_ids[:1].expand_as(position_ids)
         return args, kwargs

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.upstream import CACHE
 from tests.methods import METHODS, STEADY
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, fresh_target, make_target
@@ -114,7 +115,7 @@ def test_returned_cache_equals_that_of_plain_decoding(family: str, new: int, bat
     script = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
     assisted = target.generate(**prompts, **settings, assistant_model=drafter_for(script))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
-    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
@@ -125,7 +126,7 @@ def test_returned_cache_contains_the_padding_of_rows_that_ended_early(family: st
     alone = target.generate(**prompts, **settings)
     assisted = target.generate(**prompts, **settings, assistant_model=drafter_for(script))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
-    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 def extended(prompts: dict[str, Tensor], sequences: Tensor, new: int = 5) -> dict[str, Tensor]:
@@ -146,15 +147,15 @@ def test_plain_and_speculative_turns_continue_each_others_cache(family: str, bat
     expected = target.generate(**turn, **GREEDY)
 
     spoken = target.generate(**prompts, **GREEDY, assistant_model=drafter_for(first.sequences))
-    plain_after = target.generate(**turn, **GREEDY, past_key_values=spoken.past_key_values)
+    plain_after = target.generate(**turn, **GREEDY, **{CACHE: spoken[CACHE]})
     assert plain_after.sequences.tolist() == expected.sequences.tolist()
 
     again = target.generate(**prompts, **GREEDY)
     ours_after = target.generate(
-        **turn, **GREEDY, past_key_values=again.past_key_values, assistant_model=drafter_for(expected.sequences)
+        **turn, **GREEDY, **{CACHE: again[CACHE]}, assistant_model=drafter_for(expected.sequences)
     )
     assert ours_after.sequences.tolist() == expected.sequences.tolist()
-    assert ours_after.past_key_values.get_seq_length() == ours_after.sequences.shape[1] - 1
+    assert ours_after[CACHE].get_seq_length() == ours_after.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -162,11 +163,9 @@ def test_plain_and_speculative_turns_continue_each_others_cache(family: str, bat
 def test_cache_passed_in_is_the_cache_returned(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     own_plain, own_ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
-    alone = target.generate(**prompts, **GREEDY, past_key_values=own_plain)
-    assisted = target.generate(
-        **prompts, **GREEDY, past_key_values=own_ours, assistant_model=drafter_for(alone.sequences)
-    )
-    assert assisted.past_key_values is own_ours
+    alone = target.generate(**prompts, **GREEDY, **{CACHE: own_plain})
+    assisted = target.generate(**prompts, **GREEDY, **{CACHE: own_ours}, assistant_model=drafter_for(alone.sequences))
+    assert assisted[CACHE] is own_ours
     assert_same_cache(own_ours, own_plain)
 
 
@@ -174,8 +173,8 @@ def test_cache_passed_in_is_filled_without_return_dict_too() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     settings = {**GREEDY, "return_dict_in_generate": False}
     own_plain, own_ours = DynamicCache(), DynamicCache()  # without a config: layers are added as they are used
-    alone = target.generate(**prompts, **settings, past_key_values=own_plain)
-    target.generate(**prompts, **settings, past_key_values=own_ours, assistant_model=drafter_for(alone))
+    alone = target.generate(**prompts, **settings, **{CACHE: own_plain})
+    target.generate(**prompts, **settings, **{CACHE: own_ours}, assistant_model=drafter_for(alone))
     assert_same_cache(own_ours, own_plain)
 
 
@@ -189,15 +188,15 @@ def test_cache_of_a_prefix_may_come_with_only_the_new_tokens(batch: str) -> None
         mask = prompts["attention_mask"][:, :kept]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
-            target(prompts["input_ids"][:, :kept], attention_mask=mask, position_ids=positions, past_key_values=cache)
+            target(prompts["input_ids"][:, :kept], attention_mask=mask, position_ids=positions, **{CACHE: cache})
         return cache
 
     new = {"input_ids": prompts["input_ids"][:, kept:], "attention_mask": prompts["attention_mask"]}
-    alone = target.generate(**new, **GREEDY, past_key_values=prefix())
+    alone = target.generate(**new, **GREEDY, **{CACHE: prefix()})
     for drafter in (drafter_for(alone.sequences), METHODS["ddtree"](target)):
-        assisted = target.generate(**new, **GREEDY, past_key_values=prefix(), assistant_model=drafter)
+        assisted = target.generate(**new, **GREEDY, **{CACHE: prefix()}, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
-        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        assert_same_cache(assisted[CACHE], alone[CACHE])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])
@@ -260,7 +259,7 @@ def test_statistics_come_with_the_output() -> None:
     assert output.speculation is drafter.stats
     assert output.speculation.method == "ddtree"
     assert "mean acceptance length" in str(drafter.stats)
-    assert set(output.keys()) == {"sequences", "past_key_values", "speculation"}
+    assert set(output.keys()) == {"sequences", CACHE, "speculation"}
 
 
 def test_right_padding_and_gaps_in_the_mask_change_no_token() -> None:
@@ -299,7 +298,7 @@ def test_the_cache_is_completed_only_for_callers_who_see_it(sees: str) -> None:
     drafter = right_for(1, alone, siblings=0)
     settings: dict[str, Any] = {"output": {"return_dict_in_generate": True}}.get(sees, {})
     if sees == "own cache":
-        settings["past_key_values"] = DynamicCache(config=target.config)
+        settings[CACHE] = DynamicCache(config=target.config)
     seen, hook = forwards_of(target)
     assisted = target.generate(**inputs, **ends, **settings, assistant_model=drafter)
     hook.remove()

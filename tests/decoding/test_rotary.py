@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.rotary import RotaryLimit, rotary_limits
+from hf_specdec.decoding.upstream import CACHE
 from tests.methods import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts
@@ -48,9 +49,9 @@ def skip_where_the_host_loses_the_text(kind: str) -> None:
     """Phi3 of transformers 5.17 drops its cache at the limit, and then runs the last token alone."""
     if kind.startswith("Phi3"):
         target, cache, ids = limited(kind), DynamicCache(), torch.ones(1, LIMIT + 1, dtype=torch.int64)
-        target(ids[:, :LIMIT], past_key_values=cache)
+        target(ids[:, :LIMIT], **{CACHE: cache})
         inputs = target.prepare_inputs_for_generation(
-            ids, next_sequence_length=1, past_key_values=cache, attention_mask=torch.ones_like(ids)
+            ids, next_sequence_length=1, **{CACHE: cache}, attention_mask=torch.ones_like(ids)
         )
         if inputs["input_ids"].shape[1] == 1:
             pytest.skip("this transformers drops Phi3's cache at the limit and forgets the text")
@@ -134,13 +135,13 @@ def test_a_cache_that_is_continued_over_the_limit(kind: str) -> None:
 
     def two_turns(drafter: Any = None) -> Tensor:
         cache = DynamicCache(config=target.config)
-        first = target.generate(**one_prompt(), max_new_tokens=6, do_sample=False, past_key_values=cache)
+        first = target.generate(**one_prompt(), max_new_tokens=6, do_sample=False, **{CACHE: cache})
         ids = torch.cat([first, torch.arange(5, 16)[None]], 1)
         mask = torch.ones_like(ids)
-        both = {"past_key_values": cache, "assistant_model": drafter}
+        both = {CACHE: cache, "assistant_model": drafter}
         second = target.generate(ids, attention_mask=mask, **settings, **both)
         third = torch.cat([second, torch.arange(5, 9)[None]], 1)  # and plainly on from the cache that was handed back
-        return target.generate(third, attention_mask=torch.ones_like(third), past_key_values=cache, **settings)
+        return target.generate(third, attention_mask=torch.ones_like(third), **{CACHE: cache}, **settings)
 
     alone = two_turns()
     for drafter in (right_for([3, 0, 5], alone), random_trees(alone)):

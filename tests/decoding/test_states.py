@@ -21,7 +21,7 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.decoding.upstream import cache_name
+from hf_specdec.decoding.upstream import CACHE, cache_name
 from hf_specdec.drafters.base import always_drafting
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -242,7 +242,7 @@ def test_states_returned_for_rows_stopped_by_custom_criteria_are_those_of_their_
     assisted = target.generate(**prompts, **arguments(), assistant_model=right_for([4, 7, 2], longer))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     for row in range(3):
-        ours, theirs = (states_of(each.past_key_values, row) for each in (assisted, alone))
+        ours, theirs = (states_of(each[CACHE], row) for each in (assisted, alone))
         for own, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
@@ -257,7 +257,7 @@ def test_states_returned_for_rows_that_ended_earlier_are_those_of_their_end() ->
     assisted = target.generate(**prompts, **settings, assistant_model=right_for(6, script))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     for row in range(3):
-        ours, theirs = (states_of(each.past_key_values, row) for each in (assisted, alone))
+        ours, theirs = (states_of(each[CACHE], row) for each in (assisted, alone))
         for own, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 

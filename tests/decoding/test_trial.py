@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec.decoding.trial import check_trees, why_no_chains
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.integration import assisted_loop
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import right_for
@@ -25,7 +26,7 @@ class Target(LlamaForCausalLM):
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **others: Any
     ) -> Any:
-        cache = others.get("past_key_values")
+        cache = others.get(CACHE)
         position_ids = self.changed(
             input_ids, attention_mask, position_ids, 0 if cache is None else cache.get_seq_length()
         )

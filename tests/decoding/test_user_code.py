@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.integration import assisted_loop
 from tests.decoding.test_outputs import assert_same_cache
@@ -218,7 +219,7 @@ def test_the_cache_is_that_of_plain_decoding(ending: str, family: str) -> None:
     alone = call()
     assisted = call(right_for([4, 0, 2], torch.nn.functional.pad(alone.sequences, (0, 8), value=3)))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
-    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    assert_same_cache(assisted[CACHE], alone[CACHE])
     for column, (own, other) in enumerate(zip(assisted.scores, alone.scores, strict=True), START):
         for row in range(3):
             if alone.sequences[row, column] != PAD:

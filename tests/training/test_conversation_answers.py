@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.training.answer_files import AnswerSettings
 from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.conversation_answers import REQUESTS, read_conversations, write_answers, write_invented
@@ -174,12 +175,12 @@ def test_a_step_does_not_copy_what_the_cache_holds():
     with torch.inference_mode():  # as answers are written
         places = set()
         for token in (5, 9, 2, 7):
-            target(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            target(torch.tensor([[token]]), **{CACHE: cache}, use_cache=True)
             places.add(cache.layers[0].keys.data_ptr())
         assert len(places) == 1
         cache.reorder_cache(torch.tensor([0]))
         place = cache.layers[0].keys.data_ptr()
-        target(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
+        target(torch.tensor([[4]]), **{CACHE: cache}, use_cache=True)
         assert cache.layers[0].keys.data_ptr() == place, "rows leave with one copy"
     assert cache.get_seq_length() == 5
 

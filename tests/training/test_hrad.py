@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
 from hf_specdec.training.answer_files import AnswerSettings
 from hf_specdec.training.conversation_answers import read_conversations, write_answers
@@ -88,10 +89,10 @@ def test_caches_of_a_call_do_not_outlive_it() -> None:
     caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def count(module: Any, inputs: Any, named: dict[str, Any]) -> None:
-        if named["past_key_values"] not in caches:
+        if named[CACHE] not in caches:
             gc.collect()
             alive.append(len(caches))
-            caches.add(named["past_key_values"])
+            caches.add(named[CACHE])
 
     for each in (target, model):
         each.register_forward_pre_hook(count, with_kwargs=True)

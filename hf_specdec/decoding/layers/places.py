@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 from hf_specdec.decoding.once import once_per_model
-from hf_specdec.decoding.upstream import takes_positions
+from hf_specdec.decoding.upstream import PAST_LENGTH, takes_positions
 
 
 def alibi(
@@ -64,7 +64,7 @@ def counting(model: PreTrainedModel) -> list[tuple[nn.Module, Correction]]:
     found: list[tuple[nn.Module, Correction]] = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            counts = "past_key_values_length" in inspect.signature(module.forward).parameters
+            counts = PAST_LENGTH in inspect.signature(module.forward).parameters
             if counts and not takes_positions(model):
                 found.append((module, _learned))
         elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):

@@ -42,6 +42,7 @@ from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.taps import decoder_of
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.upstream import CACHE
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
@@ -61,7 +62,7 @@ class Layout:
 
     norm: str = "norm"
     rotary: Literal["shared", "per_type", "none"] = "shared"
-    cache_argument: str = "past_key_values"
+    cache_argument: str = CACHE
     embed: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     logits: Callable[[Any, Tensor], Tensor] | None = None
 

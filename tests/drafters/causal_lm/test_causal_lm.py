@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.causal_lm import CausalLMDrafter, acceptance_bound
 from tests.methods import make_causal_lm, make_causal_lm_chain
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -250,9 +251,7 @@ def test_a_cache_to_continue_and_other_dtypes() -> None:
         first = target.generate(**prompts, **GREEDY, return_dict_in_generate=True, assistant_model=drafter)
         mask = torch.cat([prompts["attention_mask"], torch.ones(3, 16, dtype=torch.int64)], 1)
         more = {"attention_mask": mask, **GREEDY}
-        continued = target.generate(
-            first.sequences, past_key_values=first.past_key_values, assistant_model=drafter, **more
-        )
+        continued = target.generate(first.sequences, **{CACHE: first[CACHE]}, assistant_model=drafter, **more)
         assert continued.tolist() == target.generate(first.sequences, **more).tolist()
         assert drafter.dtype == dtype
 

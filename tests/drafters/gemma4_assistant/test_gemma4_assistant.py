@@ -31,6 +31,7 @@ from transformers import (
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.decoding.chains import best_path
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.hub.checkpoint import read_config
@@ -89,7 +90,7 @@ class Equations:
         self.position = len(text) - 2
         cache = DynamicCache()  # without a config it keeps everything
         self.first = target(
-            committed, past_key_values=cache, use_cache=True, output_hidden_states=True
+            committed, **{CACHE: cache}, use_cache=True, output_hidden_states=True
         ).hidden_states[-1][0, -1]  # fmt: skip
         types = target.config.layer_types[: len(target.config.layer_types) - target.config.num_kv_shared_layers]
         self.kept = {

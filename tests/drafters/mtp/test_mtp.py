@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.mtp import MTPDrafter, find_layout
 from tests.support_table import HIDDEN, VOCAB, tiny_config
 from tests.targets import one_prompt, ragged_prompts
@@ -277,9 +278,9 @@ def test_behind_a_given_cache_a_window_holds_as_many_tokens_as_ever(targets: Any
     made, row = targets("mellum"), FAMILIES["mellum"]
     assert row.window is not None
     text = one_prompt(length=4 * row.window)["input_ids"]
-    cache = made.target(text[:, : 2 * row.window]).past_key_values
+    cache = made.target(text[:, : 2 * row.window])[CACHE]
     watched = Watched(load_drafter("mtp", made.target, depth=3, top_k=1, tree_budget=3))
-    output = made.target.generate(text, **GREEDY, past_key_values=cache, assistant_model=watched)
+    output = made.target.generate(text, **GREEDY, **{CACHE: cache}, assistant_model=watched)
     assert len(watched.rounds) > 4
     for drafted in watched.rounds:
         # It has read as many tokens as the window holds, so that those before have no effect.

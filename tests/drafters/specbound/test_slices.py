@@ -14,6 +14,7 @@ from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.specbound.drafting import PendingGenerator
 from tests.scripted import StubDrafter
 from tests.targets import FAMILIES, PROMPTS, make_target
@@ -81,13 +82,13 @@ def test_a_chain_run_in_slices_gives_the_tokens_and_the_cache_of_plain_decoding(
     target = make_target(family, attention, torch.float32 if padded_eager else torch.float64)
     prompts = PROMPTS[batch]()
     arguments: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
-    alone = target.generate(**prompts, **arguments, past_key_values=DynamicCache())
+    alone = target.generate(**prompts, **arguments, **{CACHE: DynamicCache()})
     drafter = SlicedDrafter(alone.sequences)
-    assisted = target.generate(**prompts, **arguments, past_key_values=DynamicCache(), assistant_model=drafter)
+    assisted = target.generate(**prompts, **arguments, **{CACHE: DynamicCache()}, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     assert drafter.stats.num_accepted_draft_tokens > 0
     seen = prompts["attention_mask"].bool()
-    for own, theirs in zip(assisted.past_key_values.layers, alone.past_key_values.layers, strict=True):
+    for own, theirs in zip(assisted[CACHE].layers, alone[CACHE].layers, strict=True):
         for part in ("keys", "values"):
             found, expected = getattr(own, part), getattr(theirs, part)
             assert found.shape == expected.shape

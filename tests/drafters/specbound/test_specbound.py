@@ -31,6 +31,7 @@ from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbound import calibration as calibrating
 from hf_specdec.drafters.specbound.drafting import LAYOUTS, EarlyExitGenerator, LayerSlices, Layout, PendingChain
@@ -210,12 +211,12 @@ def test_hidden_states_kept_are_bounded_and_do_not_grow_with_the_prompt(
 def test_cache_after_generation_is_plain_decodings(target: PreTrainedModel, threshold: float, batch: str) -> None:
     prompts = PROMPTS[batch]()
     arguments = GREEDY | {"return_dict_in_generate": True}
-    alone = target.generate(**prompts, **arguments, past_key_values=DynamicCache())
+    alone = target.generate(**prompts, **arguments, **{CACHE: DynamicCache()})
     drafter = make_specbound(target, threshold=threshold)
-    assisted = target.generate(**prompts, **arguments, past_key_values=DynamicCache(), assistant_model=drafter)
+    assisted = target.generate(**prompts, **arguments, **{CACHE: DynamicCache()}, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     seen = prompts["attention_mask"].bool()
-    for own, theirs in zip(assisted.past_key_values.layers, alone.past_key_values.layers, strict=True):
+    for own, theirs in zip(assisted[CACHE].layers, alone[CACHE].layers, strict=True):
         assert own.keys.shape == theirs.keys.shape
         tokens = torch.cat([seen, seen.new_ones(len(seen), own.keys.shape[2] - seen.shape[1])], 1)
         for part in ("keys", "values"):
