@@ -8,6 +8,7 @@ PYTEST_WORKERS ?= 2
 
 VENV := .venv
 OLDEST_VENV := .venv-oldest
+NEWEST_VENV := .venv-newest
 SERVING_VENV := .venv-serving
 # The oldest transformers that pyproject.toml allows, and a huggingface_hub of its time.
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
@@ -42,7 +43,7 @@ BEFORE_3_11 = $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info >= (3
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-numerics test-mutations test-serving test-oldest notebook docs lint types format clean FORCE
+.PHONY: help demo test test-all test-numerics test-mutations test-serving test-oldest test-newest notebook docs lint types format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +71,12 @@ test-serving: $(VENV)/.dev $(SERVING_VENV)/.ready ## Serve the assistant with it
 test-oldest: $(OLDEST_VENV)/.dev ## Run the tests in .venv-oldest, with the oldest supported transformers
 	$(call PYTEST,$(OLDEST_VENV))
 
+test-newest: ## Run the tests in .venv-newest with the newest packages, as pip gives them to a user, after README's lines
+	@rm -f $(NEWEST_VENV)/.dev
+	$(MAKE) --no-print-directory $(NEWEST_VENV)/.dev
+	$(NEWEST_VENV)/bin/python tests/newest.py
+	$(call PYTEST,$(NEWEST_VENV))
+
 notebook: $(VENV)/.dev ## Execute examples/quickstart.ipynb on the small assistant (Python 3.11 and later)
 	@if $(BEFORE_3_11); then echo 'The notebook is not executed: what runs it needs Python 3.11.'; \
 	else mkdir -p build && $(VENV)/bin/jupyter execute --output=$(CURDIR)/build/quickstart.ipynb examples/quickstart.ipynb; fi
@@ -90,7 +97,7 @@ format: $(VENV)/.dev ## Correct what the linter and the formatter can
 	$(VENV)/bin/python -m ruff format
 
 clean: ## Remove the environments, caches and builds
-	rm -rf $(VENV) $(OLDEST_VENV) $(SERVING_VENV) $(OLDEST_VENV)-constraints.txt build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(SERVING_VENV) $(OLDEST_VENV)-constraints.txt build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -101,6 +108,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(OLDEST_VENV)/.dev: pyproject.toml $(OLDEST_VENV)-constraints.txt
 	$(call install,$(OLDEST_VENV),dev,$(OLDEST_VENV)-constraints.txt)
+
+$(NEWEST_VENV)/.dev: pyproject.toml
+	$(call install,$(NEWEST_VENV),dev,/dev/null --upgrade --upgrade-strategy eager)
 
 # An engine in an environment of its own; its list of packages is complete, so pip installs no dependencies.
 $(SERVING_VENV)/.ready: examples/serving/requirements.txt

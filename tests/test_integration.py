@@ -21,7 +21,7 @@ from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.upstream import EXPECTED
 from tests.methods import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
-from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
+from tests.targets import PROMPTS, fresh_target, make_target, needs_own_adapters, tiny_tokenizer
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -241,6 +241,7 @@ def test_every_row_keeps_its_own_adapter_when_others_have_finished(method: str) 
     assert target.generate(**settings, assistant_model=METHODS[method](base)).tolist() == alone.tolist()
 
 
+@needs_own_adapters
 def test_adapter_loaded_into_the_model_itself_works() -> None:
     peft = pytest.importorskip("peft")
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()

@@ -17,7 +17,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from tests.methods import METHODS, make_causal_lm, make_specbound
-from tests.targets import fresh_target
+from tests.targets import fresh_target, needs_own_adapters
 
 PROMPT = torch.tensor([[3, 9, 4, 1, 7]])
 
@@ -97,6 +97,7 @@ def test_a_peft_model_with_virtual_tokens_is_refused(target: PreTrainedModel) ->
         CausalLMDrafter(tuned)
 
 
+@needs_own_adapters
 @pytest.mark.parametrize("method", ["dflash", "dspark", "specblock", "eagle3", "causal_lm_tree"])
 def test_a_drafter_saved_with_an_active_adapter_drafts_as_before(
     target: PreTrainedModel, tmp_path: Path, method: str
