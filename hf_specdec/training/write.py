@@ -7,7 +7,6 @@ stopped run; several processes (`torchrun`, `accelerate launch`) share the conve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.training.answer_files import AnswerSettings
+from hf_specdec.training.answer_files import AnswerSettings, answer_rows
 from hf_specdec.training.conversation_answers import (
     check_template,
     dataset_id,
@@ -97,8 +96,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
 
 def summary(folder: Path) -> str:
     """One line to print about the answers in a folder."""
-    files = folder.glob("answers-*.jsonl")
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = answer_rows(folder)
     num_tokens = sum(len(row["answer_ids"]) for row in rows)
     ended = sum(row["ended"] for row in rows) / max(1, len(rows))
     return f"{folder}: {len(rows):,} answers of {num_tokens:,} tokens; {ended:.0%} are complete"
