@@ -1,8 +1,8 @@
 """Files of text that a target wrote: JSONL in a folder, with the settings in `recipe.json`.
 
-A line is one answer, or the continuation of a document. A text depends only on its number and the recipe (and on
-rounding, which depends on the texts beside it), so an interrupted call can be continued, and several processes can share
-the work. A file in progress is `answers-*.part.jsonl`: its texts are in the order in which they were finished.
+A line is one answer, or the continuation of a document. A text depends only on its number and the recipe (and, by
+rounding, on the texts beside it), so an interrupted call can be continued, and several processes can share the work. A
+file in progress is `answers-*.part.jsonl`: its texts are in the order in which they were finished.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.training.continuation import Prompt, continued
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
+from hf_specdec.training.packed_rows import pack_rows, read_packed
 from hf_specdec.training.progress import INTERVAL_S
 from hf_specdec.training.source import Rows
 
@@ -69,8 +70,9 @@ def write_files(
     worker: tuple[int, int] = (0, 1),
     max_minutes: float | None = None,
 ) -> list[Path]:
-    """Writes the files that are missing. Each text is on disk when it is finished, so a stopped call loses those that the
-    target was writing.
+    """Writes the files that are missing.
+
+    Each text is on disk when it is finished, so a stopped call loses only those that the target was writing.
 
     Args:
         model: the target.
@@ -185,7 +187,7 @@ def is_answers(source: str) -> bool:
 def read_answers(
     folder: Path, way_out: str = "run `hf-specdec write` with this --output first."
 ) -> list[dict[str, Any]]:
-    """The answers in a folder; `chat.write_answers` and `text.write_continuations` have their keys.
+    """The answers in a folder; `write_answers` and `write_continuations` have their keys, packed rows no `messages`.
 
     Raises:
         ValueError: there are none.
@@ -197,8 +199,33 @@ def read_answers(
 
 
 def answer_rows(folder: Path) -> list[dict[str, Any]]:
-    """The answers in a folder, of files in progress too."""
-    return [row for file in sorted(folder.glob("answers-*.jsonl")) for row in _read_rows(file)]
+    """The answers in a folder: of its JSONL, of files in progress too, and of packed rows."""
+    rows = [row for file in sorted(folder.glob("answers-*.jsonl")) for row in _read_rows(file)]
+    return rows + [row for file in sorted(folder.glob("rows-*.xz")) for row in read_packed(file)]
+
+
+def pack_answers(folder: Path, packed: Path) -> list[Path]:
+    """Writes the answers in a folder, and their recipe, to a folder of packed rows; see `packed_rows.py`.
+
+    Returns:
+        The files with the rows.
+
+    Raises:
+        ValueError: there are no answers, or `packed` is `folder`, or holds more rows or such of another recipe.
+    """
+    rows, recipe = read_answers(folder), json.loads((folder / RECIPE_FILE).read_text())
+    if packed.resolve() == folder.resolve():
+        raise ValueError(
+            f"--pack {str(packed)!r} is the folder of the answers, which would be read twice: give another."
+        )
+    if (held := len(answer_rows(packed))) > len(rows):
+        raise ValueError(
+            f"{str(packed)!r} holds {held:,} rows, and {str(folder)!r} only {len(rows):,}, so that some would be lost: "
+            "give another folder to --pack."
+        )
+    packed.mkdir(parents=True, exist_ok=True)
+    _check_recipe(packed / RECIPE_FILE, recipe)
+    return pack_rows(rows, packed)
 
 
 def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

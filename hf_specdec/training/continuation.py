@@ -180,9 +180,7 @@ def continued(
                 batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
                 continue
         # 24 bits, as many as a float32 below 1 has. Only of rows that are written: others wait for a time that varies.
-        uniform = [
-            0.0 if row.ended or row.unread else draws[row.task].getrandbits(24) / 2**24 for row in batch.rows
-        ]
+        uniform = [0.0 if row.ended or row.unread else draws[row.task].getrandbits(24) / 2**24 for row in batch.rows]
         tokens = choose(batch.logits, [row.temperature for row in batch.rows], uniform).tolist()
         for index, row in enumerate(batch.rows):
             if row.unread:

@@ -3,6 +3,9 @@
 It writes JSONL with the answered `messages` and their token ids. `hf-specdec train --data` reads the folder, for any
 number of drafters. Without conversations, --questions lets the target generate them. The same command continues a
 stopped run; several processes (`torchrun`, `accelerate launch`) share the conversations.
+
+--pack also writes the token ids of all answers in the folder to another one, in a tenth of the bytes, and
+`train --data` reads that too. Alone, `hf-specdec write --output FOLDER --pack`, it packs what is there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.training.answer_files import AnswerSettings, answer_rows
+from hf_specdec.training.answer_files import AnswerSettings, answer_rows, pack_answers
 from hf_specdec.training.conversation_answers import (
     check_template,
     dataset_id,
@@ -36,6 +39,7 @@ class WriteOptions(AnswerOptions):
     """Options of `hf-specdec write`."""
 
     sources = ("data", "questions")
+    target: str = HfArg(default="", help="folder or Hub id of the model to draft for; not needed for --pack alone")
     data: str | None = HfArg(default=None, help='JSONL with "messages", or the Hub id of such a dataset')
     questions: Count | None = HfArg(
         default=None, help="instead of --data: number of user messages that the target invents"
@@ -48,11 +52,18 @@ class WriteOptions(AnswerOptions):
     )
     max_new_tokens: Count = HfArg(default=384, help="most tokens of an answer")
     batch_size: Count = HfArg(default=32, help="conversations per forward")
+    pack: str | None = HfArg(
+        default=None,
+        help="folder for the packed answers of the folder --output; without a value: packed, in that folder",
+        metadata={"nargs": "?", "const": ""},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.texts is not None and self.questions is None:
             raise ValueError("argument --texts: has no effect without --questions, the number of requests to invent")
+        if not self.target and not (self.data is None and self.questions is None):
+            raise ValueError("the following arguments are required with --data and --questions: --target")
 
 
 def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
@@ -66,7 +77,17 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
         OSError: the conversations or the target cannot be read.
         ValueError: a conversation, an option or the tokenizer is not valid; says which.
     """
-    options = parse(WriteOptions, argv, program, __doc__)
+    packs = any(argument.partition("=")[0] == "--pack" for argument in argv)
+    options = parse(WriteOptions, argv, program, __doc__, required=not packs)
+    is_first = _write(options) if options.data is not None or options.questions is not None else True
+    if options.pack is not None and is_first:
+        packed = Path(options.pack) if options.pack else options.output / "packed"
+        files = pack_answers(options.output, packed)
+        print(f"{packed}: {sum(file.stat().st_size for file in files):,} bytes in {len(files)} files")
+
+
+def _write(options: WriteOptions) -> bool:
+    """Whether this is the first of the processes; all answers are written."""
     conversations = read_conversations(options.data) if options.data is not None else []
     texts = [each for split in read_text(options.texts) for each in split] if options.texts is not None else []
     # The first process to finish waits for the others, up to hours.
@@ -92,6 +113,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     processes.wait_for_everyone()
     processes.print(summary(options.output))
     processes.destroy_process_group()
+    return processes.is_main_process
 
 
 def summary(folder: Path) -> str:
