@@ -49,6 +49,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 import hf_specdec
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
+from hf_specdec.training.answer_files import RECIPE_FILE
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
@@ -104,7 +105,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if options.bf16 is None and last is not None:
         options.bf16 = earlier_inputs.get("bf16")
     if options.bf16 is None:
-        options.bf16 = chosen_bfloat16(processes)
+        # On a GPU nothing is tried, and answers are in bfloat16 whatever the drafter is trained in.
+        recipes = sorted(options.work_dir.glob(f"*/{RECIPE_FILE}")) if device == "cpu" else ()
+        options.bf16 = chosen_bfloat16(processes, recipes)
     training_arguments = _training_arguments(options, recipe, checkpoints, device)
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)

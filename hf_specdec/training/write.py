@@ -20,7 +20,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.training.answer_files import AnswerSettings, answer_rows, pack_answers
+from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, pack_answers
 from hf_specdec.training.conversation_answers import (
     check_template,
     dataset_id,
@@ -94,7 +94,7 @@ def _write(options: WriteOptions) -> bool:
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     check_template(tokenizer)  # before the target is loaded
-    bf16 = chosen_bfloat16(processes) if options.bf16 is None else options.bf16
+    bf16 = chosen_bfloat16(processes, [options.output / RECIPE_FILE]) if options.bf16 is None else options.bf16
     target = load_target(options.target, torch.bfloat16 if bf16 else torch.float32)
     settings = AnswerSettings(
         tuple(options.temperature),

@@ -348,6 +348,16 @@ def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     assert record["settings"]["mask_token_id"] == 1
 
 
+def test_a_second_drafter_is_trained_on_the_same_answers_whatever_a_new_trial_finds(
+    place: Path, trial_finds: Callable[[bool], None]
+) -> None:
+    for found, seed in ((True, "0"), (False, "1")):
+        trial_finds(found)
+        main([*COMMON, *DFLASH, "--steps", "2", "--output", f"drafter{seed}", "--learning-rate", f"1e-{seed}"])
+    assert len(list((place / "work").glob("continuations-*"))) == 2  # to train on, and held out
+    assert json.loads((place / "drafter1/training.json").read_text())["settings"]["bf16"] is True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["text", "target"])
 def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:

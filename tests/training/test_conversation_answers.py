@@ -313,6 +313,26 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
         main([*arguments, "--data", str(tmp_path / "none.jsonl")])
 
 
+def test_a_folder_keeps_the_number_type_that_it_was_begun_with(target, tokenizer, tmp_path, monkeypatch, capsys):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    out = tmp_path / "out"
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(out), "--max-new-tokens", "4",
+                 "--batch-size", "1", "--data", str(tmp_path / "talks.jsonl")]  # fmt: skip
+    found = iter([True, False, True])
+    where = "hf_specdec.training.number_type.computes_bfloat16"
+    monkeypatch.setattr(where, lambda device: (next(found), "of a trial"))
+    conversations(tmp_path, *[talk(f"x = {number}") for number in range(20)])
+    main(arguments)
+    assert "dtype: bfloat16, because of a trial" in capsys.readouterr().out
+    (out / "answers-000001.jsonl").unlink()
+    main(arguments)
+    assert f"dtype: bfloat16, because the answers in {out} were begun in it; --no-bf16" in capsys.readouterr().out
+    assert len(read_answers(out)) == 20
+    with pytest.raises(ValueError, match="other settings: .*dtype 'bfloat16', now 'float32'"):
+        main([*arguments, "--no-bf16"])
+
+
 ASKING = (
     "{% for m in messages %}{{ ('[q]' if m['role'] == 'user' else '[a]') + m['content'] + '[/q]' }}{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
