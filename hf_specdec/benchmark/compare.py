@@ -29,6 +29,7 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import Chat, Thinking, uses_template
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.saving import check_writable, going_on
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import placed_target
 
@@ -125,6 +126,8 @@ def benchmark(
     )
     rendered = [(render(prompt, tokenizer, chat=settings.chat, thinking=thinking), prompt) for prompt in texts]
 
+    folder = Path(output)
+    check_writable(folder)
     notes: list[Record] = []
     if isinstance(target, str) and dtype is None:
         choice = keep_faster_number_type(model, tokenise(tokenizer, [rendered[0][0]], chat=settings.chat))
@@ -176,11 +179,14 @@ def benchmark(
             variant.name: {key: _plain(value) for key, value in variant.settings.items()} for variant in compared
         },
     )
-    folder = Path(output)
     measured = _measured(model, tokenizer, compared, rendered, settings)
-    made = _saved(itertools.chain([environment, *notes], measured), folder / PART)
-    write_reports(made, folder)
-    (folder / PART).unlink()
+    part = folder / PART
+    with going_on(
+        lambda: f"what was measured is in {part}; hf-specdec bench --from-records {part} makes a report of it"
+    ):
+        made = _saved(itertools.chain([environment, *notes], measured), part)
+        write_reports(made, folder)
+    part.unlink()
     return made
 
 

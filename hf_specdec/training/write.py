@@ -20,6 +20,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.drafters.saving import check_writable, going_on
 from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, pack_answers
 from hf_specdec.training.conversation_answers import (
     check_template,
@@ -79,7 +80,10 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     """
     packs = any(argument.partition("=")[0] == "--pack" for argument in argv)
     options = parse(WriteOptions, argv, program, __doc__, required=not packs)
-    is_first = _write(options) if options.data is not None or options.questions is not None else True
+    is_first = True
+    if options.data is not None or options.questions is not None:
+        with going_on(lambda: f"{summary(options.output)}, and are kept; the same command writes the others"):
+            is_first = _write(options)
     if options.pack is not None and is_first:
         packed = Path(options.pack) if options.pack else options.output / "packed"
         files = pack_answers(options.output, packed)
@@ -92,6 +96,8 @@ def _write(options: WriteOptions) -> bool:
     texts = [each for split in read_text(options.texts) for each in split] if options.texts is not None else []
     # The first process to finish waits for the others, up to hours.
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
+    if processes.is_main_process:
+        check_writable(options.output)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     check_template(tokenizer)  # before the target is loaded
     bf16 = chosen_bfloat16(processes, [options.output / RECIPE_FILE]) if options.bf16 is None else options.bf16
