@@ -143,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         help="transformers, or the command vllm; default: the one next to this Python, or on the PATH",
     )
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, local clients only")
-    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    serve.add_argument("--port", type=number(int, 0, 65535), default=8000, help="default: %(default)s")
+    serve.add_argument("--served-model-name", help="by which clients name the target; default: as it is given here")
     serve.add_argument("--output", type=Path, help="folder of an export; default: the drafter's name and -vllm")
     serve.add_argument(
         "--num-speculative-tokens",

@@ -85,7 +85,13 @@ def serve(arguments: argparse.Namespace) -> None:
             if value is not None:
                 raise ValueError(f"{name} {value} is for vLLM, but --engine is transformers: leave it out.")
         serve_with_transformers(
-            arguments.target, arguments.drafter, host=arguments.host, port=arguments.port, dtype=dtype, **where
+            arguments.target,
+            arguments.drafter,
+            host=arguments.host,
+            port=arguments.port,
+            dtype=dtype,
+            name=arguments.served_model_name,
+            **where,
         )
         return
     engine = None
@@ -102,7 +108,10 @@ def serve(arguments: argparse.Namespace) -> None:
     )
     notes = plan.notes + ([] if engine is None else engine.check(plan))
     command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)
-    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port), *arguments.engine_options]
+    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port)]
+    if arguments.served_model_name is not None:
+        command += ["--served-model-name", arguments.served_model_name]
+    command += arguments.engine_options
     for note in notes:
         print(note, file=sys.stderr)
     print(shlex.join(command), flush=True)

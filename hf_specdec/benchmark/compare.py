@@ -107,6 +107,8 @@ def benchmark(
     bundled = Path(name).resolve() == (BUNDLED / "target").resolve()
     if drafter is None and not bundled:
         raise ValueError(f"No --drafter was given for target {name!r}; name at least one: 'ngram' needs no weights.")
+    folder = Path(output)
+    check_writable(folder)
     texts, source = _prompts(prompts, num_prompts or (8 if quick else 32), name, bundled)
     drafters = [drafter] if isinstance(drafter, str | Drafter) else drafter
     if isinstance(target, str):
@@ -126,8 +128,6 @@ def benchmark(
     )
     rendered = [(render(prompt, tokenizer, chat=settings.chat, thinking=thinking), prompt) for prompt in texts]
 
-    folder = Path(output)
-    check_writable(folder)
     notes: list[Record] = []
     if isinstance(target, str) and dtype is None:
         choice = keep_faster_number_type(model, tokenise(tokenizer, [rendered[0][0]], chat=settings.chat))

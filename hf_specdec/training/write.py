@@ -82,8 +82,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     options = parse(WriteOptions, argv, program, __doc__, required=not packs)
     is_first = True
     if options.data is not None or options.questions is not None:
-        with going_on(lambda: f"{summary(options.output)}, and are kept; the same command writes the others"):
-            is_first = _write(options)
+        is_first = _write(options)
     if options.pack is not None and is_first:
         packed = Path(options.pack) if options.pack else options.output / "packed"
         files = pack_answers(options.output, packed)
@@ -111,11 +110,12 @@ def _write(options: WriteOptions) -> bool:
         options.seed,
     )
     worker = (processes.process_index, processes.num_processes)
-    if options.questions is not None:
-        write_invented(target, tokenizer, options.questions, options.output, settings, texts=texts, worker=worker)
-    else:
-        dataset = dataset_id(str(options.data))
-        write_answers(target, tokenizer, conversations, options.output, settings, dataset=dataset, worker=worker)
+    with going_on(lambda: f"{summary(options.output)}, and are kept; the same command writes the others"):
+        if options.questions is not None:
+            write_invented(target, tokenizer, options.questions, options.output, settings, texts=texts, worker=worker)
+        else:
+            dataset = dataset_id(str(options.data))
+            write_answers(target, tokenizer, conversations, options.output, settings, dataset=dataset, worker=worker)
     processes.wait_for_everyone()
     processes.print(summary(options.output))
     processes.destroy_process_group()

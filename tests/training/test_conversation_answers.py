@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -10,13 +11,15 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_specdec.training.answer_files import AnswerSettings, read_answers
 from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.conversation_answers import REQUESTS, read_conversations, write_answers, write_invented
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
+from tests.drafters.test_saving import small_disk
 from tests.targets import EOS, HYBRIDS, VOCAB, fresh_target, make_target
 
 datasets = pytest.importorskip("datasets")
@@ -273,6 +276,50 @@ def test_a_stopped_call_keeps_finished_texts_and_goes_on_to_the_same_file(chatty
     hook.remove()
     assert file.read_text() == whole[0], "no row is lost, and none written twice"
     assert [each.name for each in folder.iterdir() if each.suffix == ".jsonl"] == ["answers-000000.jsonl"]
+
+
+@contextlib.contextmanager
+def forward(number, act):
+    """Acts in a forward of any causal language model."""
+    forwards = []
+
+    def count(module, *_):
+        forwards.extend([1] * isinstance(module, LlamaForCausalLM))
+        if len(forwards) == number:
+            forwards.append(1)
+            act()
+
+    hook = register_module_forward_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_stopped_command_says_how_many_answers_are_kept(target, tokenizer, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    conversations(tmp_path, *[talk(f"x = {number}") for number in range(20)])
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--no-bf16",
+                 "--max-new-tokens", "4", "--batch-size", "1", "--data", str(tmp_path / "talks.jsonl")]  # fmt: skip
+    with small_disk(1000), pytest.raises(OSError, match="Nothing can be written to '.*out': File too large"):
+        main(arguments)
+    assert not (tmp_path / "out").exists()
+    kept = (
+        "out: [1-9][0-9]* answers of [0-9]+ tokens; [0-9]+% are complete, and are kept; the same command writes the oth"
+    )
+    with forward(30, interrupt), pytest.raises(KeyboardInterrupt, match=kept):
+        main(arguments)
+    with contextlib.ExitStack() as disk:
+        full = forward(10, lambda: disk.enter_context(small_disk(800)))
+        with full, pytest.raises(OSError, match=f"File too large; .*{kept}"):
+            main(arguments)
+    main(arguments)
+    assert len(read_answers(tmp_path / "out")) == 20
 
 
 def test_a_recipe_that_was_written_in_part_is_never_seen(target, tokenizer, tmp_path, monkeypatch):
