@@ -213,11 +213,8 @@ def pack_answers(folder: Path, packed: Path) -> list[Path]:
     Raises:
         ValueError: there are no answers, or `packed` is `folder`, or holds more rows or such of another recipe.
     """
+    check_apart(folder, packed)
     rows, recipe = read_answers(folder), json.loads((folder / RECIPE_FILE).read_text())
-    if packed.resolve() == folder.resolve():
-        raise ValueError(
-            f"--pack {str(packed)!r} is the folder of the answers, which would be read twice: give another."
-        )
     if (held := len(answer_rows(packed))) > len(rows):
         raise ValueError(
             f"{str(packed)!r} holds {held:,} rows, and {str(folder)!r} only {len(rows):,}, so that some would be lost: "
@@ -226,6 +223,14 @@ def pack_answers(folder: Path, packed: Path) -> list[Path]:
     packed.mkdir(parents=True, exist_ok=True)
     _check_recipe(packed / RECIPE_FILE, recipe)
     return pack_rows(rows, packed)
+
+
+def check_apart(folder: Path, packed: Path) -> None:
+    """Raises ValueError if packed rows are to be written to the folder of their answers."""
+    if packed.resolve() == folder.resolve():
+        raise ValueError(
+            f"--pack {str(packed)!r} is the folder of the answers, which would be read twice: give another."
+        )
 
 
 def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.saving import check_writable, going_on
-from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, pack_answers
+from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, check_apart, pack_answers
 from hf_specdec.training.conversation_answers import (
     check_template,
     dataset_id,
@@ -80,11 +80,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     """
     packs = any(argument.partition("=")[0] == "--pack" for argument in argv)
     options = parse(WriteOptions, argv, program, __doc__, required=not packs)
+    packed = Path(options.pack) if options.pack else options.output / "packed"
     is_first = True
+    if options.pack is not None:
+        check_apart(options.output, packed)
+        check_writable(packed)
     if options.data is not None or options.questions is not None:
         is_first = _write(options)
     if options.pack is not None and is_first:
-        packed = Path(options.pack) if options.pack else options.output / "packed"
         files = pack_answers(options.output, packed)
         print(f"{packed}: {sum(file.stat().st_size for file in files):,} bytes in {len(files)} files")
 
