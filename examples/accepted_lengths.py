@@ -49,7 +49,8 @@ def main() -> None:
         if arguments.judge:
             drafter.acceptance = Judge.load(arguments.judge)
         if arguments.draft_vocab:
-            texts = [row["messages"][-1]["content"] for row in read_answers(arguments.answers)]
+            answers = [row["answer_ids"] for row in read_answers(arguments.answers)]
+            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
             drafter.restrict_vocabulary(frequent_token_ids(texts, tokenizer, arguments.draft_vocab))
     if arguments.foresee:
         variants = [

@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:  # the user can fix these: one line, no traceback
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\nhf-specdec: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"\nhf-specdec: stopped{''.join(f': {each}' for each in stop.args)}", file=sys.stderr)
         return 130
 
 
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("drafter", help="Hub id or folder")
     convert.add_argument("folder", type=Path, help="folder to write")
     convert.add_argument("--dtype", help="such as bfloat16; default: the checkpoint's")
+    _overwriting(convert)
     _where(convert)
 
     export = command(
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--target-architecture", help="for vllm: class of the target, such as LlamaForCausalLM")
     export.add_argument("--num-target-layers", type=int, help="for vllm: layers of the target")
+    _overwriting(export)
     _where(export)
 
     serve = command(
@@ -141,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         help="transformers, or the command vllm; default: the one next to this Python, or on the PATH",
     )
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, local clients only")
-    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    serve.add_argument("--port", type=number(int, 0, 65535), default=8000, help="default: %(default)s")
+    serve.add_argument("--served-model-name", help="by which clients name the target; default: as it is given here")
     serve.add_argument("--output", type=Path, help="folder of an export; default: the drafter's name and -vllm")
     serve.add_argument(
         "--num-speculative-tokens",
@@ -220,6 +223,10 @@ def number(kind: type[int] | type[float], least: int, most: float = sys.float_in
 
     convert.__name__ = kind.__name__  # argparse: "invalid int value"
     return convert
+
+
+def _overwriting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace a drafter that the folder holds")
 
 
 def _where(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.registry import check_has_checkpoint, is_weightless, named_method
+from hf_specdec.drafters.saving import check_free, check_writable
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source
@@ -47,6 +48,11 @@ def convert(arguments: argparse.Namespace) -> None:
     """Saves a drafter in the layout of this library."""
     if is_weightless(arguments.drafter):
         raise ValueError(f"{arguments.drafter!r} has no weights to convert.")
+    if Path(arguments.drafter).resolve() == arguments.folder.resolve():
+        raise ValueError(f"{arguments.drafter!r} is to be converted into itself: give another folder.")
+    if not arguments.overwrite:
+        check_free(arguments.folder, "give another folder, or --overwrite.")
+    check_writable(arguments.folder)
     drafter: Any = _load(arguments, dtype=arguments.dtype)
     drafter.save_pretrained(arguments.folder)
     print(f"Wrote {arguments.folder}")
@@ -54,13 +60,16 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     """Writes a drafter in the layout of vLLM or of its source."""
-    folder = export_drafter(
+    folder = arguments.folder or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}")
+    check_writable(folder)
+    export_drafter(
         _load(arguments),
-        arguments.folder or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
+        folder,
         to=arguments.to,
         target_id=arguments.target_id,
         target_architecture=arguments.target_architecture,
         num_target_layers=arguments.num_target_layers,
+        overwrite=arguments.overwrite,
     )
     serving = f" `hf-specdec serve <target> {folder}` prints the command that serves it."
     print(f"Wrote {folder}.{serving if arguments.to == 'vllm' else ''}")
@@ -76,7 +85,13 @@ def serve(arguments: argparse.Namespace) -> None:
             if value is not None:
                 raise ValueError(f"{name} {value} is for vLLM, but --engine is transformers: leave it out.")
         serve_with_transformers(
-            arguments.target, arguments.drafter, host=arguments.host, port=arguments.port, dtype=dtype, **where
+            arguments.target,
+            arguments.drafter,
+            host=arguments.host,
+            port=arguments.port,
+            dtype=dtype,
+            name=arguments.served_model_name,
+            **where,
         )
         return
     engine = None
@@ -93,7 +108,10 @@ def serve(arguments: argparse.Namespace) -> None:
     )
     notes = plan.notes + ([] if engine is None else engine.check(plan))
     command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)
-    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port), *arguments.engine_options]
+    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port)]
+    if arguments.served_model_name is not None:
+        command += ["--served-model-name", arguments.served_model_name]
+    command += arguments.engine_options
     for note in notes:
         print(note, file=sys.stderr)
     print(shlex.join(command), flush=True)

@@ -331,6 +331,25 @@ def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_drafter_is_overwritten_only_if_that_is_asked_for(
+    drafter: Path, target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_ddtree(target, seed=1).save_pretrained(tmp_path / "other")
+    before = {file.name: file.read_bytes() for file in drafter.iterdir()}
+    assert main(["convert", str(tmp_path / "other"), str(drafter)]) == 1
+    assert "drafter' already holds a model or a drafter (config.json, model.safetensors)" in capsys.readouterr().err
+    for more in ([], ["--overwrite"]):
+        assert main(["convert", str(drafter), f"{drafter}/../drafter", *more]) == 1
+        assert "is to be converted into itself: give another folder" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in drafter.iterdir()} == before
+    assert main(["convert", str(tmp_path / "other"), str(drafter), "--overwrite"]) == 0
+    weights = (tmp_path / "other/model.safetensors").read_bytes()
+    assert (drafter / "model.safetensors").read_bytes() == weights != before["model.safetensors"]
+    for name, status in (("drafter", 0), ("drafter", 0), ("other", 0)):
+        out = ["export", str(tmp_path / name), str(tmp_path / "vllm"), "--target-id", "owner/target"]
+        assert main(out) == status
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_train_and_bench_have_their_own_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):

@@ -337,7 +337,7 @@ class CommitObserver(Observer):
         self.token_ids += committed.token_ids[0, : committed.num_committed[0]].tolist()
 
 
-@pytest.mark.filterwarnings("ignore:.*the output is not affected")
+@pytest.mark.filterwarnings("ignore:.*(In this call|decodes it plainly)")
 @pytest.mark.parametrize("loop", [nullcontext, integration.assisted_loop])
 def test_an_observer_is_given_the_committed_tokens_in_both_loops(
     loop: Callable[[], AbstractContextManager[None]],

@@ -29,6 +29,7 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import Chat, Thinking, uses_template
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.saving import check_writable, going_on
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import placed_target
 
@@ -106,6 +107,8 @@ def benchmark(
     bundled = Path(name).resolve() == (BUNDLED / "target").resolve()
     if drafter is None and not bundled:
         raise ValueError(f"No --drafter was given for target {name!r}; name at least one: 'ngram' needs no weights.")
+    folder = Path(output)
+    check_writable(folder)
     texts, source = _prompts(prompts, num_prompts or (8 if quick else 32), name, bundled)
     drafters = [drafter] if isinstance(drafter, str | Drafter) else drafter
     if isinstance(target, str):
@@ -176,11 +179,14 @@ def benchmark(
             variant.name: {key: _plain(value) for key, value in variant.settings.items()} for variant in compared
         },
     )
-    folder = Path(output)
     measured = _measured(model, tokenizer, compared, rendered, settings)
-    made = _saved(itertools.chain([environment, *notes], measured), folder / PART)
-    write_reports(made, folder)
-    (folder / PART).unlink()
+    part = folder / PART
+    with going_on(
+        lambda: f"what was measured is in {part}; hf-specdec bench --from-records {part} makes a report of it"
+    ):
+        made = _saved(itertools.chain([environment, *notes], measured), part)
+        write_reports(made, folder)
+    part.unlink()
     return made
 
 

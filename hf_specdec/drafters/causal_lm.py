@@ -204,8 +204,8 @@ class CausalLMDrafter(PublishedDrafter):
         """Saves the draft model as an ordinary language model, with records and card; `load_drafter` reads it."""
         drafter = self.without_adapters()
         drafter.store_options()
-        with drafter.replacing_weights(Path(save_directory)):
-            drafter.model.save_pretrained(save_directory, **kwargs)
+        with drafter.replacing_weights(Path(save_directory)) as unfinished:
+            drafter.model.save_pretrained(unfinished, **kwargs)
         drafter.write_records(save_directory)
 
     def without_adapters(self) -> CausalLMDrafter:

@@ -148,9 +148,6 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     def write_side_files(self, folder: Path) -> None:
         """Writes `side_files` after the weights are saved; most formats have none."""
 
-    def remove_side_files(self, folder: Path) -> None:
-        """Removes the files of an earlier `write_side_files`, which would override the weights."""
-
     def main_tensors(self) -> dict[str, Tensor] | None:
         """What goes into the main weight files; None for the whole state dict."""
         return None
@@ -177,7 +174,8 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     ) -> None:
         """Saves config, weights (safetensors only), records and a generated model card; active adapters are merged.
 
-        An existing README.md that was not generated, or whose marker line was removed, is not changed.
+        All files get their names when all are written. An existing README.md that was not generated, or whose marker
+        line was removed, is not changed.
 
         Args:
             save_directory: created if needed.
@@ -188,6 +186,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
+            OSError: the files cannot be written; what is in the folder stays as it is.
             ValueError: a drafting option is out of range, before anything is saved; or the measurements lack a field,
                 after weights and config are saved.
         """
@@ -206,12 +205,10 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
         self.store_options()
-        with self.config_for(folder), self.replacing_weights(folder):
-            super().save_pretrained(folder, state_dict=tensors, **kwargs)
-            if state_dict is None:
-                self.write_side_files(folder)
-            else:  # a state dict from the caller, such as `DrafterTrainer`, goes into the main files only
-                self.remove_side_files(folder)
+        with self.config_for(folder), self.replacing_weights(folder) as unfinished:
+            super().save_pretrained(unfinished, state_dict=tensors, **kwargs)
+            if state_dict is None:  # one from the caller, such as `DrafterTrainer`, goes into the main files only
+                self.write_side_files(unfinished)
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)

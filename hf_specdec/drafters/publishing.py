@@ -25,7 +25,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RepositoryNotFoundError,
 )
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import (
@@ -42,6 +41,7 @@ from hf_specdec.drafters.card import (
 from hf_specdec.drafters.custom_generate import write_custom_generate
 from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.drafters.saving import saved_whole
 
 _RECORDS = {
     TRAINING_FILE: ("training_record", "it describes the weights that were replaced"),
@@ -61,6 +61,8 @@ class PublishedDrafter(Drafter):
 
     # Further files of the format that hold tensors; see `PretrainedDrafter.side_tensors`.
     side_files: ClassVar[tuple[str, ...]] = ()
+    # Those that a save writes anew: others of these names in its folder, which would be loaded too, are removed.
+    saved_side_files: ClassVar[tuple[str, ...]] = ()
     # Files that `PretrainedDrafter.load_beside` reads after those weights are loaded.
     late_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
@@ -182,8 +184,8 @@ class PublishedDrafter(Drafter):
         yield
 
     @contextmanager
-    def replacing_weights(self, folder: Path) -> Iterator[None]:
-        """While saving to a folder: removes shards and records of other weights that were there.
+    def replacing_weights(self, folder: Path) -> Iterator[Path]:
+        """While saving to a folder: gives the one to write to, see `saved_whole`; removes records of other weights.
 
         Records are removed with a warning, and only those that the drafter lacks: its own are written later.
         """
@@ -193,8 +195,8 @@ class PublishedDrafter(Drafter):
             if getattr(self, attribute) is None and (folder / file).is_file()
         ]
         before = _weights_digest(folder) if old_records else []
-        with one_layout(folder):
-            yield
+        with saved_whole(folder, self.saved_side_files) as unfinished:
+            yield unfinished
         if before and before != _weights_digest(folder):
             for record, why in old_records:
                 record.unlink()
@@ -325,24 +327,6 @@ class PublishedDrafter(Drafter):
             if tag is not None:
                 _set_tag(api, repo_id, tag, commit.oid)
             return commit
-
-
-@contextmanager
-def one_layout(folder: Path) -> Iterator[None]:
-    """While saving weights to a folder: removes the single file or shards of an earlier save in the other layout.
-
-    transformers removes neither an index nor a single file, and readers prefer the single file to shards.
-    """
-    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    earlier = index.read_bytes() if index.is_file() else None
-    index.unlink(missing_ok=True)
-    try:
-        yield
-    finally:
-        if index.is_file():
-            single.unlink(missing_ok=True)
-        elif earlier is not None and not single.is_file():
-            index.write_bytes(earlier)  # nothing was written
 
 
 def _weights_digest(folder: Path) -> list[tuple[str, str]]:

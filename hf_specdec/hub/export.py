@@ -5,6 +5,7 @@ The fields of vLLM's layout are in `formats/speculators.py`; `source_layout.py` 
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import Tensor
+from transformers.utils import GENERATION_CONFIG_NAME
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter, check_is_drafter
@@ -19,6 +21,7 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, Serving, method_of, serving_of, unknown_name
+from hf_specdec.drafters.saving import WEIGHTS, saved_whole
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
 from hf_specdec.hub.source_layout import source_tensors
 from hf_specdec.hub.target_files import locate_config, locate_target
@@ -36,6 +39,7 @@ def export_drafter(
     target_id: str | None = None,
     target_architecture: str | None = None,
     num_target_layers: int | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Writes a drafter in a layout that other software reads.
 
@@ -55,8 +59,8 @@ def export_drafter(
 
     Args:
         drafter: a drafter from `load_drafter`.
-        folder: the folder to write; created if needed. With `to="vllm"` it may hold an earlier export, which is
-            overwritten; with `to="source"` it must hold no checkpoint. Upload it with `hf upload`.
+        folder: the folder to write; created if needed. It must hold no checkpoint, except with `to="vllm"` the same
+            export. Upload it with `hf upload`.
         to: the layout.
         target_id: the target, which vLLM loads: a Hub id, or the path of a folder, which is written as an absolute path
             and must be the same on the machine that runs vLLM (a warning says so). None for the target that the
@@ -66,6 +70,7 @@ def export_drafter(
         num_target_layers: number of layers of the target; required if the drafter reads EAGLE-3's default layers, and
             otherwise used to refuse layers that engines interpret differently. None for the number in the drafter's
             config or in the target's folder.
+        overwrite: whether a checkpoint in the folder may be overwritten.
 
     Returns:
         The folder.
@@ -96,10 +101,10 @@ def export_drafter(
                 f"{', '.join(unused)} cannot be combined with to='source', which keeps the config.json of the source: "
                 "leave it out."
             )
-        return _export_source(drafter, name, Path(folder))
+        return _export_source(drafter, name, Path(folder), overwrite)
     serving = serving_of(drafter)
     if serving.whole_model is not None:
-        return _export_whole_model(drafter, serving, name, Path(folder), target_id)
+        return _export_whole_model(drafter, serving, name, Path(folder), target_id, overwrite)
     method = method_of(drafter)
     write = next((layout.write for layout in (method.layouts if method else ()) if layout.write is not None), None)
     if write is None or not isinstance(drafter, PretrainedDrafter):
@@ -127,7 +132,7 @@ def export_drafter(
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be exported to {to}: {error}") from error
     folder = Path(folder)
-    _check_free(folder)
+    _check_free(folder, {CONFIG_FILE, WEIGHTS_FILE}, overwrite=overwrite)
     if Path(place).is_absolute():
         warnings.warn(
             f"The export names its target by the folder {place!r}: the target has to be there on the machine that "
@@ -135,13 +140,14 @@ def export_drafter(
             "(target_id, or --target-id of the command).",
             stacklevel=2,
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_tensors(tensors, folder / WEIGHTS_FILE)
+    with saved_whole(folder) as unfinished:
+        (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_tensors(tensors, unfinished / WEIGHTS_FILE)
+        _check_same(unfinished, folder, overwrite)
     return folder
 
 
-def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
+def _export_source(drafter: Drafter, name: str, folder: Path, overwrite: bool) -> Path:
     """Writes a drafter in the layout that it was loaded from."""
     if not isinstance(drafter, PretrainedDrafter) or (layout := drafter.source_layout) is None:
         raise ValueError(
@@ -150,12 +156,12 @@ def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
             "one, such as an AdaptiveDrafter, export the wrapped one: export_drafter(adaptive.drafter, ...)."
         )
     files = source_tensors(drafter, layout, name)
-    _check_free(folder, overwrite=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in layout.json_files.items():
-        (folder / file).write_bytes(content)
-    for file, tensors in files.items():
-        save_tensors(tensors, folder / file)
+    _check_free(folder, {*layout.json_files, *files}, overwrite=overwrite, exported=False)
+    with saved_whole(folder) as unfinished:
+        for file, content in layout.json_files.items():
+            (unfinished / file).write_bytes(content)
+        for file, tensors in files.items():
+            save_tensors(tensors, unfinished / file)
     return folder
 
 
@@ -166,7 +172,9 @@ def _exported_kinds() -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _export_whole_model(drafter: Any, serving: Serving, name: str, folder: Path, target_id: str | None) -> Path:
+def _export_whole_model(
+    drafter: Any, serving: Serving, name: str, folder: Path, target_id: str | None, overwrite: bool
+) -> Path:
     """Writes a draft model with a draft vocabulary, with a row for each of the target's tokens."""
     assert serving.whole_model is not None
     if drafter.target_ids is None:
@@ -185,10 +193,12 @@ def _export_whole_model(drafter: Any, serving: Serving, name: str, folder: Path,
             f"{name!r} drafts the token {int(drafter.target_ids[-1])}, but its target {place!r} has {vocab_size} "
             "tokens: name the target that it was trained for (target_id, or --target-id of the command)."
         )
-    _check_free(folder)
+    _check_free(folder, {CONFIG_FILE, WEIGHTS_FILE, GENERATION_CONFIG_NAME}, overwrite=overwrite)
     model = serving.whole_model(drafter, vocab_size)
     setattr(model.config, _EXPORT_MARK, "vllm")
-    model.save_pretrained(folder, max_shard_size="1TB")
+    with saved_whole(folder) as unfinished:
+        model.save_pretrained(unfinished, max_shard_size="1TB")
+        _check_same(unfinished, folder, overwrite)
     return folder
 
 
@@ -220,22 +230,38 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("text_config") or {}) | config
 
 
-def _check_free(folder: Path, *, overwrite: bool = True) -> None:
+def _check_free(folder: Path, written: set[str], *, overwrite: bool, exported: bool = True) -> None:
     """Raises ValueError if the folder holds files of a checkpoint: engines load every weight file that they find.
 
-    `overwrite` permits an earlier export for vLLM.
+    Args:
+        folder: of the export.
+        written: names of the files that the export writes.
+        overwrite: whether these may be there.
+        exported: whether they may be there as those of an earlier export for vLLM, see `_check_same`.
     """
-    ours: set[str] = set()
-    if overwrite and (folder / CONFIG_FILE).is_file():
+    if not overwrite and exported and (folder / CONFIG_FILE).is_file():
         fields = read_json(folder / CONFIG_FILE, str(folder))
-        if "speculators_config" in fields or _EXPORT_MARK in fields:
-            ours = {CONFIG_FILE, WEIGHTS_FILE, "generation_config.json"}
-    kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".py", CONFIG_FILE)
+        overwrite = "speculators_config" in fields or _EXPORT_MARK in fields
+    kinds = (*WEIGHTS, ".py", CONFIG_FILE)
     found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    if in_the_way := [name for name in found if name.endswith(kinds) and name not in ours]:
+    if in_the_way := [name for name in found if name.endswith(kinds) and not (overwrite and name in written)]:
         raise ValueError(
             f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or readers would "
             "load more than the export. Clear it, or give another folder."
+        )
+
+
+def _check_same(unfinished: Path, folder: Path, overwrite: bool) -> None:
+    """Raises ValueError if the folder holds an export with other files than those in `unfinished`."""
+    differ = [
+        file.name
+        for file in sorted(unfinished.iterdir())
+        if (folder / file.name).is_file() and not filecmp.cmp(file, folder / file.name, shallow=False)
+    ]
+    if differ and not overwrite:
+        raise ValueError(
+            f"{str(folder)!r} already holds the export of another drafter, or of other weights ({', '.join(differ)} "
+            "differ): give another folder, or overwrite=True (`hf-specdec export --overwrite`)."
         )
 
 

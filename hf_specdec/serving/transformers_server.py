@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,21 +13,26 @@ from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import load_drafter
 from hf_specdec.integration import attach
 from hf_specdec.serving.engine import check_port
+from hf_specdec.serving.requests import CHAT, LOAD, RESPONSES, TEXT, why_refused
 
 
-def serve_with_transformers(target: str, drafter: str, *, host: str, port: int, dtype: str, **settings: Any) -> None:
+def serve_with_transformers(
+    target: str, drafter: str, *, host: str, port: int, dtype: str, name: str | None = None, **settings: Any
+) -> None:
     """Serves a target with a drafter until the process is interrupted.
 
-    Requests are decoded one after the other, each by `generate`. The `usage` of an answer counts its accepted and
-    rejected draft tokens, under the names that OpenAI has for predicted outputs: `completion_tokens_details` with
-    `accepted_prediction_tokens` and `rejected_prediction_tokens`.
+    Requests are decoded one after the other, each by `generate`. The pair stays: requests to unload the target or to
+    load another one are refused, and so are those of which the server would ignore a part (`requests.py`). The `usage`
+    of an answer counts its accepted and rejected draft tokens, under the names that OpenAI has for predicted outputs:
+    `completion_tokens_details` with `accepted_prediction_tokens` and `rejected_prediction_tokens`.
 
     Args:
-        target: Hub id or folder; clients name it so.
+        target: Hub id or folder.
         drafter: as for `load_drafter`.
         host: to listen at.
         port: to listen at.
         dtype: of the target.
+        name: by which clients name the target; None for `target`.
         settings: of `load_drafter`.
 
     Raises:
@@ -48,14 +55,66 @@ def serve_with_transformers(target: str, drafter: str, *, host: str, port: int, 
 
     class _Serve(Serve):
         def start_server(self) -> None:
-            (loaded,) = self._model_manager.loaded_models.values()
+            manager = self._model_manager
+            (loaded,) = manager.loaded_models.values()
             loaded_drafter = load_drafter(drafter, loaded.model, **settings)
             attach(loaded.model, loaded_drafter)
             for handler in (self._chat_handler, self._completion_handler):
                 _report_drafts(handler, loaded_drafter)
+            # The name that requests are compared with, and by which the loaded model is found.
+            manager.force_model = name or target
+            manager.loaded_models = {manager.process_model_name(manager.force_model): loaded}
+            _pin(self.server.config.app, manager.force_model, loaded.processor)
+            print(
+                f"Serving {manager.force_model} with {drafter} at http://{host}:{port}/v1. Requests are answered one "
+                "after the other.",
+                file=sys.stderr,
+            )
             self.server.run()
 
     _Serve(force_model=target, host=host, port=port, dtype=dtype, non_blocking=True)  # which calls `start_server`
+
+
+def _pin(app: Any, name: str, processor: Any) -> None:
+    """Makes transformers' server refuse what would change the pair, or what it cannot answer as asked."""
+    from fastapi import HTTPException
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+
+    has_tools = "tools" in str(processor.chat_template)
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "hf_specdec"}
+
+    def refused(status: int, message: str) -> JSONResponse:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": error}, status_code=status)
+
+    @app.exception_handler(HTTPException)
+    async def said(_: Any, error: HTTPException) -> JSONResponse:  # where clients of OpenAI's interface show it
+        return refused(error.status_code, str(error.detail))
+
+    @app.middleware("http")
+    async def pinned(request: Any, call_next: Any) -> Any:
+        path = request.url.path
+        if path == "/v1/models":  # transformers lists the Hub cache
+            return JSONResponse({"object": "list", "data": [model]})
+        if request.method != "POST":
+            return await call_next(request)
+        try:
+            body: Any = json.loads(await request.body()) if path in (CHAT, TEXT, RESPONSES, LOAD) else None
+        except ValueError as error:
+            return refused(400, f"The request is not JSON: {error}.")
+        if path not in (CHAT, TEXT, RESPONSES):  # /reset, and what would load models of other kinds
+            if path == LOAD and body == {"model": name}:  # it is loaded, which `transformers chat` asks first
+                return await call_next(request)
+            return refused(403, f"This server serves {name} with its drafter and nothing else: {path} is switched off.")
+        if (reason := why_refused(path, body, has_tools=has_tools)) is not None:
+            return refused(400, reason)
+        if body.get("model") not in (None, name):
+            return refused(404, f"The model {body['model']!r} does not exist: this server serves {name!r}.")
+        try:
+            return await call_next(request)
+        except TemplateError as error:
+            return refused(400, f"The chat template of {name} refuses these messages: {error}")
 
 
 class _Counted:
@@ -111,7 +170,7 @@ def _report_drafts(handler: Any, drafter: Drafter) -> None:
 
     def build_chunk(request_id: str = "", *args: Any, usage: Any = None, **kwargs: Any) -> Any:
         if usage is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(**streamed[request_id].details)
+            usage.completion_tokens_details = CompletionTokensDetails.model_validate(streamed[request_id].details)
         return chunk_of(request_id, *args, usage=usage, **kwargs)
 
     handler._non_streaming, handler._streaming, handler._build_chunk_sse = answer, start_stream, build_chunk

@@ -1,7 +1,8 @@
 """Files of text that a target wrote: JSONL in a folder, with the settings in `recipe.json`.
 
-A line is one answer, or the continuation of a document. A file depends only on its number and the recipe, so an
-interrupted call can be continued, and several processes can share the work.
+A line is one answer, or the continuation of a document. A text depends only on its number and the recipe (and, by
+rounding, on the texts beside it), so an interrupted call can be continued, and several processes can share the work. A
+file in progress is `answers-*.part.jsonl`: its texts are in the order in which they were finished.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -22,10 +24,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.training.continuation import Prompt, continued
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
+from hf_specdec.training.packed_rows import pack_rows, read_packed
 from hf_specdec.training.progress import INTERVAL_S
 from hf_specdec.training.source import Rows
 
-RECIPE_FILE = "recipe.json"
+RECIPE_FILE, PART_SUFFIX = "recipe.json", ".part.jsonl"
 BATCHES_PER_FILE = 8  # so that waiting prompts take the places of ended ones for most of the time
 Task = Generator[Prompt, list[int], list[dict[str, Any]]]  # one text or conversation; returns its rows
 
@@ -59,7 +62,7 @@ class AnswerSettings:
 def write_files(
     model: PreTrainedModel,
     count: int,
-    task: Callable[[int, torch.Generator], Task],
+    task: Callable[[int, Random], Task],
     folder: Path,
     settings: AnswerSettings,
     origin: dict[str, Any],
@@ -68,6 +71,8 @@ def write_files(
     max_minutes: float | None = None,
 ) -> list[Path]:
     """Writes the files that are missing.
+
+    Each text is on disk when it is finished, so a stopped call loses only those that the target was writing.
 
     Args:
         model: the target.
@@ -93,20 +98,78 @@ def write_files(
     _check_recipe(folder / RECIPE_FILE, json.loads(json.dumps(recipe)))
     size, (rank, workers) = settings.batch_size * BATCHES_PER_FILE, worker
     files = {number: folder / f"answers-{number:06d}.jsonl" for number in range(rank, -(-count // size), workers)}
-    missing = {number: file for number, file in files.items() if not file.exists()}
-    begun = time.monotonic()
-    with tqdm(missing.items(), "target writes", unit=" files", disable=rank > 0, mininterval=INTERVAL_S) as progress:
-        for number, file in progress:
+    missing = {
+        file: range(number * size, min((number + 1) * size, count))
+        for number, file in files.items()
+        if not file.exists()
+    }
+    begun, total = time.monotonic(), sum(map(len, missing.values()))
+    with tqdm(total=total, desc="target writes", unit=" texts", disable=rank > 0, mininterval=INTERVAL_S) as progress:
+        for file, numbers in missing.items():
             started = time.monotonic()
             if max_minutes is not None and started - begun >= 60 * max_minutes:
                 break
-            draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
-            tasks = [task(index, draw) for index in range(number * size, min((number + 1) * size, count))]
-            rows = [row for text in continued(model, tasks, draw, settings.batch_size) for row in text]
-            _write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
-            num_tokens = sum(len(row["answer_ids"]) for row in rows)
+            part = _Part(file)
+            left = [number for number in numbers if number not in part.rows]
+            progress.update(len(numbers) - len(left))
+            draws = [Random(f"{settings.seed} text {number}") for number in left]
+            tasks = [
+                _kept(task(number, draw), number, part, progress) for number, draw in zip(left, draws, strict=True)
+            ]
+            num_tokens = sum(continued(model, tasks, draws, settings.batch_size))
+            part.finish()
             progress.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens of answers/s")
     return list(files.values())
+
+
+class _Part:
+    """A file in progress.
+
+    Attributes:
+        rows: of each finished text, by its number.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.path = file, file.with_suffix(PART_SUFFIX)
+        self.rows: dict[int, list[dict[str, Any]]] = {}
+        if self.path.exists():
+            for row in _read_rows(self.path):
+                self.rows.setdefault(row["number"], []).append(row)
+            if self.rows:
+                self.rows.popitem()  # the rows of the last text may be incomplete; it is written again
+            self._write(self.rows)
+
+    def append(self, number: int, rows: list[dict[str, Any]]) -> None:
+        self.rows[number] = [{"number": number} | row for row in rows]
+        with self.path.open("a", encoding="utf-8") as part:
+            part.write(_lines(self.rows[number]))
+
+    def finish(self) -> None:
+        self._write(sorted(self.rows))
+        self.path.replace(self.file)
+
+    def _write(self, numbers: Iterable[int]) -> None:
+        _write_whole(self.path, "".join(_lines(self.rows[number]) for number in numbers))
+
+
+def _kept(task: Task, number: int, part: _Part, progress: tqdm) -> Generator[Prompt, list[int], int]:
+    """A task whose rows are on disk when it ends; returns the number of tokens in their answers."""
+    rows = yield from task
+    part.append(number, rows)
+    progress.update()
+    return sum(len(row["answer_ids"]) for row in rows)
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file; the last line of a file in progress may be incomplete, and is left out."""
+    *lines, last = file.read_text(encoding="utf-8").split("\n")
+    if last and not file.name.endswith(PART_SUFFIX):
+        lines.append(last)
+    return [json.loads(line) for line in lines if line]
 
 
 def _write_whole(file: Path, text: str) -> None:
@@ -124,16 +187,50 @@ def is_answers(source: str) -> bool:
 def read_answers(
     folder: Path, way_out: str = "run `hf-specdec write` with this --output first."
 ) -> list[dict[str, Any]]:
-    """The answers in a folder; `chat.write_answers` and `text.write_continuations` have their keys.
+    """The answers in a folder; `write_answers` and `write_continuations` have their keys, packed rows no `messages`.
 
     Raises:
         ValueError: there are none.
     """
-    files = sorted(folder.glob("answers-*.jsonl"))
-    answers = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    answers = answer_rows(folder)
     if not answers:
         raise ValueError(f"{str(folder)!r} holds no answers yet: {way_out}")
     return answers
+
+
+def answer_rows(folder: Path) -> list[dict[str, Any]]:
+    """The answers in a folder: of its JSONL, of files in progress too, and of packed rows."""
+    rows = [row for file in sorted(folder.glob("answers-*.jsonl")) for row in _read_rows(file)]
+    return rows + [row for file in sorted(folder.glob("rows-*.xz")) for row in read_packed(file)]
+
+
+def pack_answers(folder: Path, packed: Path) -> list[Path]:
+    """Writes the answers in a folder, and their recipe, to a folder of packed rows; see `packed_rows.py`.
+
+    Returns:
+        The files with the rows.
+
+    Raises:
+        ValueError: there are no answers, or `packed` is `folder`, or holds more rows or such of another recipe.
+    """
+    check_apart(folder, packed)
+    rows, recipe = read_answers(folder), json.loads((folder / RECIPE_FILE).read_text())
+    if (held := len(answer_rows(packed))) > len(rows):
+        raise ValueError(
+            f"{str(packed)!r} holds {held:,} rows, and {str(folder)!r} only {len(rows):,}, so that some would be lost: "
+            "give another folder to --pack."
+        )
+    packed.mkdir(parents=True, exist_ok=True)
+    _check_recipe(packed / RECIPE_FILE, recipe)
+    return pack_rows(rows, packed)
+
+
+def check_apart(folder: Path, packed: Path) -> None:
+    """Raises ValueError if packed rows are to be written to the folder of their answers."""
+    if packed.resolve() == folder.resolve():
+        raise ValueError(
+            f"--pack {str(packed)!r} is the folder of the answers, which would be read twice: give another."
+        )
 
 
 def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -44,11 +44,15 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_specdec
+from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.saving import check_free, check_writable, going_on, writing_errors
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
+from hf_specdec.training.answer_files import RECIPE_FILE
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
@@ -85,7 +89,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     options: TrainOptions = parse(recipe.options, argv, program, description, required=corpus is None)
     datasets_package()
     checkpoints = _checkpoints(options)
-    last = get_last_checkpoint(checkpoints) if options.resume and checkpoints.exists() else None
+    last = _last_checkpoint(checkpoints) if options.resume else None
     if options.resume and last is None:
         raise ValueError(
             f"--resume, but {str(options.work_dir)!r} holds no checkpoint of a run with these options. Give the "
@@ -100,11 +104,16 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Before the target is loaded, because it sets each process's GPU. The others wait while the first process writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
+    command = f"{program} {shlex.join(argv)}"
+    if processes.is_main_process:
+        _check_output(options, command)
     earlier_inputs = _earlier_inputs(checkpoints)
     if options.bf16 is None and last is not None:
         options.bf16 = earlier_inputs.get("bf16")
     if options.bf16 is None:
-        options.bf16 = chosen_bfloat16(processes)
+        # On a GPU nothing is tried, and answers are in bfloat16 whatever the drafter is trained in.
+        recipes = sorted(options.work_dir.glob(f"*/{RECIPE_FILE}")) if device == "cpu" else ()
+        options.bf16 = chosen_bfloat16(processes, recipes)
     training_arguments = _training_arguments(options, recipe, checkpoints, device)
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -134,16 +143,19 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         f"drafter: {model.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True
     )
 
-    written = source.write(target, processes)
+    kept_text = f"what the target has written is kept in {options.work_dir}, and the same command goes on from there"
+    with going_on(lambda: kept_text):
+        written = source.write(target, processes)
     written_minutes = (time.time() - started) / 60
     processes.print(written.summary(written_minutes), flush=True)
     if recipe.read_rows is not None and earlier is None:
         recipe.read_rows(options, model, target, written.rows)
     worker = (processes.process_index, processes.num_processes)
     kept = step.reader.only([]) if options.online else step.reader
-    train_rows, held_out_rows = (
-        cache_states(kept, rows, options.work_dir, worker=worker) for rows in (written.rows, written.held_out)
-    )
+    with going_on(lambda: kept_text):
+        train_rows, held_out_rows = (
+            cache_states(kept, rows, options.work_dir, worker=worker) for rows in (written.rows, written.held_out)
+        )
     processes.wait_for_everyone()
 
     if processes.is_main_process:
@@ -151,7 +163,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     rounds = None if prompts is None else ValidationRounds(prompts, target, recipe.as_drafter)
     trainer, schedule = _trainer(options, training_arguments, model, step, train_rows, held_out_rows, last, rounds)
     training_started = time.time()
-    trainer.train(resume_from_checkpoint=last)
+    with going_on(lambda: _how_to_resume(checkpoints)), writing_errors(checkpoints):
+        trainer.train(resume_from_checkpoint=last)
     losses = _losses(trainer)
     training_minutes = (time.time() - training_started) / 60
     state = trainer.state
@@ -175,7 +188,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
         "losses": losses,
-        "command": f"{program} {shlex.join(argv)}",
+        "command": command,
         "settings": {name: getattr(options, name) for name in ("method", *_own(recipe), *SHARED_SETTINGS)}
         | {"steps": schedule.num_steps},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
@@ -203,12 +216,49 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if options.license:
         record["license"] = options.license
     model.to(torch.bfloat16)
-    if drafter is not model:  # its config has no fields for target and tokenizer
-        record["target"] = options.target_id or options.target
-        tokenizer.save_pretrained(options.output)
     drafter.training_record = record
-    drafter.save_pretrained(options.output)
+    with going_on(lambda: _how_to_resume(checkpoints)):
+        if drafter is not model:  # its config has no fields for target and tokenizer
+            record["target"] = options.target_id or options.target
+            tokenizer.save_pretrained(options.output)
+        drafter.save_pretrained(options.output)
     print(json.dumps(record, indent=2))
+
+
+def _check_output(options: TrainOptions, command: str) -> None:
+    """Raises ValueError or OSError if the drafter cannot be saved, or would replace one that this run did not make."""
+    made = (read_record(options.output, TRAINING_FILE) or {}).get("command", "")
+    own = options.resume and _without_resume(made) == _without_resume(command)
+    if not (options.overwrite or own):
+        check_free(options.output, "give another --output, or --overwrite.")
+    for folder in (options.output, options.work_dir):
+        check_writable(folder)
+
+
+def _without_resume(command: str) -> list[str]:
+    return [word for word in shlex.split(command) if word != "--resume"]
+
+
+def _last_checkpoint(checkpoints: Path) -> str | None:
+    """The folder of the last checkpoint that was written to its end, where the Trainer writes its own state."""
+    found = {
+        int(file.parent.name.rpartition("-")[2]): str(file.parent)
+        for file in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+        if file.read_text().endswith("}\n")
+    }
+    return found[max(found)] if found else None
+
+
+def _how_to_resume(checkpoints: Path) -> str:
+    """What to do after a stop."""
+    last = _last_checkpoint(checkpoints)
+    if last is None:
+        return "there is no checkpoint yet; the same command uses what the target has written, and trains anew"
+    step = last.rpartition("-")[2]
+    return (
+        f"the weights of step {step} are in {last}; the same command with --resume goes on from there, or saves them "
+        "if it was the last step, also to another --output"
+    )
 
 
 def _check_resumed(
@@ -297,7 +347,7 @@ def _losses(trainer: DrafterTrainer) -> dict[str, float]:
 
 def _options(options: TrainOptions) -> str:
     """JSON of the options that the drafter's weights depend on."""
-    ignored = ("output", "work_dir", "resume", "license", "target_id", "online")
+    ignored = ("output", "overwrite", "work_dir", "resume", "license", "target_id", "online")
     kept = {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored}
     return json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
 

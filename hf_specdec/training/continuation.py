@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
+from random import Random
 from typing import Any, TypeVar
 
 import torch
@@ -124,7 +125,7 @@ def buffered_cache(model: PreTrainedModel) -> DynamicCache:
 def continued(
     model: PreTrainedModel,
     tasks: Sequence[Generator[Prompt, list[int], Result]],
-    draw: torch.Generator,
+    draws: Sequence[Random],
     at_once: int,
 ) -> list[Result]:
     """Runs all tasks; each prompt is continued to its end, as far as its room allows, or until the text loops.
@@ -132,7 +133,7 @@ def continued(
     Args:
         model: the target.
         tasks: each is sent the tokens of its last prompt, including the one that ended them.
-        draw: on the model's device, for sampling.
+        draws: of each task, for sampling: a text does not depend on those beside it, except by rounding.
         at_once: rows of a forward.
 
     Returns:
@@ -178,7 +179,9 @@ def continued(
             else:
                 batch.keep([index for index, row in enumerate(batch.rows) if not row.ended])
                 continue
-        tokens = choose(batch.logits, [row.temperature for row in batch.rows], draw).tolist()
+        # 24 bits, as many as a float32 below 1 has. Only of rows that are written: others wait for a time that varies.
+        uniform = [0.0 if row.ended or row.unread else draws[row.task].getrandbits(24) / 2**24 for row in batch.rows]
+        tokens = choose(batch.logits, [row.temperature for row in batch.rows], uniform).tolist()
         for index, row in enumerate(batch.rows):
             if row.unread:
                 tokens[index] = row.unread.pop(0)
@@ -279,7 +282,7 @@ class _Batch:
         return logits
 
 
-def choose(logits: Tensor, temperatures: Sequence[float], draw: torch.Generator) -> Tensor:
+def choose(logits: Tensor, temperatures: Sequence[float], uniform: Sequence[float]) -> Tensor:
     """The next token of each row: the argmax, or a draw at the row's temperature.
 
     A draw takes one uniform number per row and searches the running sum of the probabilities: `torch.multinomial` draws
@@ -288,18 +291,18 @@ def choose(logits: Tensor, temperatures: Sequence[float], draw: torch.Generator)
     Args:
         logits: [batch, vocab].
         temperatures: of the rows, 0 for the argmax.
-        draw: on the device of `logits`.
+        uniform: of the rows, at least 0 and below 1.
 
     Returns:
         [batch] int64.
     """
-    uniform = torch.rand(len(logits), 1, generator=draw, device=logits.device)
     chosen = logits.max(-1).indices  # on a CPU, argmax takes 2 to 4 times as long in bfloat16
     sampled = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if sampled:
         scaled = logits[sampled].float() / torch.tensor([[temperatures[row]] for row in sampled], device=logits.device)
         summed = scaled.softmax(-1).cumsum(-1)
         # Strictly above: a token of probability 0 adds nothing to the sum, and is never found.
-        found = torch.searchsorted(summed, uniform[sampled] * summed[:, -1:], right=True).squeeze(1)
+        drawn = torch.tensor([[uniform[row]] for row in sampled], device=logits.device)
+        found = torch.searchsorted(summed, drawn * summed[:, -1:], right=True).squeeze(1)
         chosen[sampled] = found.clamp(max=logits.shape[-1] - 1)
     return chosen

@@ -13,9 +13,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
@@ -138,7 +138,7 @@ def write_answers(
     """
     writer = _Writer(model, tokenizer, settings)
 
-    def task(number: int, draw: torch.Generator) -> Task:
+    def task(number: int, draw: Random) -> Task:
         return writer.answer(conversations[number], number, draw)
 
     asked = hashlib.sha256(repr(list(conversations)).encode()).hexdigest()
@@ -180,7 +180,7 @@ def write_invented(
     writer = _Writer(model, tokenizer, settings)
     around_user_message(tokenizer, [])  # refuses a template before the folder is made
 
-    def task(number: int, draw: torch.Generator) -> Task:
+    def task(number: int, draw: Random) -> Task:
         return writer.invent(number, texts[number] if texts else "", draw)
 
     count, about = min(count, len(texts)) if texts else count, hashlib.sha256(repr(list(texts)).encode()).hexdigest()
@@ -205,7 +205,7 @@ class _Writer:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.ends = end_ids(model)
 
-    def answer(self, conversation: Conversation, number: int, draw: torch.Generator) -> Task:
+    def answer(self, conversation: Conversation, number: int, draw: Random) -> Task:
         """Answers all user messages, and with `follow_ups` perhaps one more that is invented; returns the rows."""
         settings, temperature, rows = self.settings, self.settings.temperature_of(number), []
         history = [message for message in conversation.messages if message["role"] == "system"]
@@ -232,7 +232,7 @@ class _Writer:
                     "messages": list(history),
                 }
             )
-            if turn == last and ended and torch.rand((), generator=draw, device=draw.device) < settings.follow_ups:
+            if turn == last and ended and draw.random() < settings.follow_ups:
                 message = yield from self.user_message(history)
                 if message:
                     questions.append({"role": "user", "content": message})
@@ -258,7 +258,7 @@ class _Writer:
         """The tokens with the end of a line, or a colon."""
         return {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
 
-    def invent(self, number: int, about: str, draw: torch.Generator) -> Task:
+    def invent(self, number: int, about: str, draw: Random) -> Task:
         """Invents a user message, with a text that it is about unless that is "", and answers it; returns the rows."""
         message = yield from self.user_message([], REQUESTS[number % len(REQUESTS)] if about else "")
         if not message:

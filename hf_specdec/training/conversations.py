@@ -24,7 +24,7 @@ from hf_specdec.training.conversation_answers import check_template, dataset_id,
 from hf_specdec.training.data import documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, opening, trained_mode
+from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
 
@@ -85,7 +85,12 @@ class ConversationSource(Source):
             dataset = dataset_id(source)
             write_answers(target, self.tokenizer, conversations, folder, self.settings, dataset=dataset, worker=worker)
         processes.wait_for_everyone()
-        written = [row | {"source": source} for source, folder in folders.items() for row in read_answers(folder)]
+        written = []
+        for source, folder in folders.items():
+            rows = read_answers(folder)
+            written += [
+                row | {"source": source, "opening": each} for row, each in zip(rows, openings_of(rows), strict=True)
+            ]
         answers, dropped, num_cut = useful_answers(written, self.excluded)
         if dropped or num_cut:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
@@ -93,8 +98,7 @@ class ConversationSource(Source):
                 f"{len(written) - len(answers):,} of {len(written):,} rows are not trained on: {reasons}; {num_cut:,} "
                 "are cut where they loop"
             )
-        # All turns of a conversation, and its answers at other temperatures, are in the same split.
-        openings = [json.dumps(opening(row["messages"])) for row in answers]
+        openings = [row["opening"] for row in answers]
         held_out_openings = set(list(dict.fromkeys(openings))[::HELD_OUT])
         if len(held_out_openings) == len(set(openings)):
             raise ValueError(
@@ -138,6 +142,20 @@ class ConversationSource(Source):
         for own, count in zip(numbers, counts, strict=True):
             chosen += [own[at] for at in torch.randperm(len(own), generator=draw)[:count].tolist()]
         return [rows[at] for at in sorted(chosen)]
+
+
+def openings_of(rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """The first prompt of the conversation of each row, by which rows are split.
+
+    All turns of a conversation, and its answers at other temperatures, are in the same split.
+
+    Args:
+        rows: in the order of their conversations and turns.
+    """
+    openings: list[tuple[int, ...]] = []
+    for row in rows:
+        openings.append(openings[-1] if row["turn"] and openings else tuple(row["prompt_ids"]))
+    return openings
 
 
 def mixed_counts(counts: Sequence[int], shares: Sequence[float]) -> list[int]:

@@ -38,6 +38,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.saving import check_free, check_writable
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
 from hf_specdec.drafters.targets import whole_target
@@ -93,6 +94,7 @@ class Settings:
 class HRADOptions(CommandOptions):
     """Options of the command."""
 
+    overwrite: bool = HfArg(default=False, help="replace a drafter that the folder --output holds")
     draft_model: str = HfArg(help="folder or Hub id of a model with the target's tokenizer")
     text: Path | None = HfArg(default=None, help='.jsonl with a field "text", or .txt')
     data: list[str] | None = HfArg(
@@ -350,6 +352,9 @@ def main(
     description = "Train H-RAD for a target and a draft model."
     options = parse(HRADOptions, argv, program, description, required=corpus is None)
     _smote()  # fails before the pair runs
+    if not options.overwrite:
+        check_free(options.output, "give another --output, or --overwrite.")
+    check_writable(options.output)
     set_seed(options.seed)
     started = time.monotonic()
 

@@ -89,6 +89,7 @@ class TrainOptions(AnswerOptions):
 
     method: str = HfArg(default="dflash", help="what to train; the methods are listed above")
     work_dir: Path = HfArg(default=Path("build/drafter"), help="of caches and checkpoints, shared by all machines")
+    overwrite: bool = HfArg(default=False, help="replace a drafter that the folder --output holds")
     resume: bool = HfArg(default=False, help="continue from the last checkpoint with these options")
     target_id: str | None = HfArg(default=None, help="Hub id of the target, for the drafter's card; default: --target")
     license: str | None = HfArg(default=None, help="Hub licence id, for the drafter's card")

@@ -155,7 +155,7 @@ def write_continuations(
     by_length, ends = sorted(documents, key=len), end_ids(model)
     size, longest = settings.batch_size * BATCHES_PER_FILE, min(prompt_lengths[1], len(by_length[-1]) - 1)
 
-    def task(number: int, draw: torch.Generator) -> Task:
+    def task(number: int, draw: random.Random) -> Task:
         # One length per file, so that no prompt is padded.
         length = random.Random(f"{settings.seed} {number // size}").randint(prompt_lengths[0], longest)
         fitting = range(bisect_right(by_length, length, key=len), len(by_length))

@@ -20,6 +20,7 @@ from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
 from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PACKED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, named_alone, register
+from tests.drafters.test_saving import small_disk
 from tests.methods import make_dflash
 from tests.scripted import right_for
 from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
@@ -145,8 +146,15 @@ def test_a_run_that_is_stopped_leaves_records_that_make_a_report(
 
     monkeypatch.setattr(calls, "measure", stopping)
     variants = ["--drafter", "ngram", "--no-compiled", "--temperature", "0", "--budgets", "2", "--sweep-prompts", "1"]
-    with pytest.raises(KeyboardInterrupt):
+    with small_disk(1000):
+        assert (
+            main(["--output", str(tmp_path / "full"), "--target", str(folder / "target"), "--prompts", "a.jsonl"]) == 2
+        )
+    assert list(tmp_path.iterdir()) == []
+    part = tmp_path / "report.part.jsonl"
+    with pytest.raises(KeyboardInterrupt) as stop:
         bench(folder, tmp_path, *variants)
+    assert f"what was measured is in {part}; hf-specdec bench --from-records {part} makes" in str(stop.value)
     assert [path.name for path in tmp_path.iterdir()] == ["report.part.jsonl"]
     kept = [record for record in records.read(tmp_path / "report.part.jsonl") if isinstance(record, Call)]
     assert {call.batch for call in kept} == {0, 1}, "whole prompts, so that variants are compared on the same ones"

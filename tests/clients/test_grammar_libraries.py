@@ -155,7 +155,7 @@ def test_grammar_holds_in_every_row_as_in_plain_decoding(library: str, chains: b
         load_drafter("suffix"),
     ]
     with assisted_loop() if chains else nullcontext(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*the output is not affected")
+        warnings.filterwarnings("ignore", ".*(In this call|decodes it plainly)")
         for drafter in drafters:
             for _ in range(2 if drafter is drafters[-1] else 1):  # the second time it remembers the first
                 assert model.generate(**settings, **make(), assistant_model=drafter).tolist() == alone.tolist()

@@ -56,7 +56,7 @@ def make_specblock_of_ones_own(target: PreTrainedModel) -> SpecBlockDrafter:
 
 
 def exported(drafter: Any, folder: Path, **settings: Any) -> dict[str, Any]:
-    export_drafter(drafter, folder, **{**TARGET, **settings})
+    export_drafter(drafter, folder, **{**TARGET, **settings}, overwrite=True)
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     return json.loads((folder / "config.json").read_text())
 
@@ -420,7 +420,7 @@ def test_folder_with_what_an_engine_would_load_beside_the_export_raises(
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_drafter_is_not_overwritten_by_its_export_but_an_earlier_export_is(
+def test_neither_a_drafter_nor_the_export_of_another_is_overwritten_unasked(
     target: PreTrainedModel, tmp_path: Path
 ) -> None:
     drafter = make_eagle3(target)
@@ -429,4 +429,17 @@ def test_drafter_is_not_overwritten_by_its_export_but_an_earlier_export_is(
     with pytest.raises(ValueError, match="already holds .*config.json.*give another folder"):
         export_drafter(drafter, tmp_path / "ours", **TARGET)
     assert (tmp_path / "ours" / "config.json").read_text() == before
-    assert exported(drafter, tmp_path / "out") == exported(drafter, tmp_path / "out")
+    out = tmp_path / "out"
+    for _ in range(2):
+        export_drafter(drafter, out, **TARGET)
+    weights = (out / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        drafter.fc.weight.add_(1)
+    with pytest.raises(
+        ValueError, match=r"the export of another drafter, or of other weights \(model.safetensors diff"
+    ):
+        export_drafter(drafter, out, **TARGET)
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+    export_drafter(drafter, out, **TARGET, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() != weights

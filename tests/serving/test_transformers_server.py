@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,10 @@ from hf_specdec.cli import main
 from tests.methods import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 
-TEMPLATE = "{% for each in messages %}{{ each.role[0] }}{{ each.content }}x{% endfor %}q"
+TEMPLATE = (
+    "{% if messages[0].content == '!' %}{{ raise_exception('no shouting') }}{% endif %}"
+    "{% for each in messages %}{{ each.role[0] }}{{ each.content }}x{% endfor %}q"
+)
 NEW = 24
 
 
@@ -43,7 +47,7 @@ def pair(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.fixture(scope="module")
-def client(pair: list[str]) -> Iterator[Any]:
+def client(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An `openai` client of a running server."""
     openai = pytest.importorskip("openai")
     for package in ("fastapi", "uvicorn"):
@@ -51,9 +55,11 @@ def client(pair: list[str]) -> Iterator[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_specdec.cli", "serve", *pair, "--engine", "transformers", "--port", str(port)]
+    command = [sys.executable, "-m", "hf_specdec.cli", "serve", *pair, "--engine", "transformers", "--port", str(port),
+               "--served-model-name", "pair"]  # fmt: skip
     server = subprocess.Popen(
         command,
+        env=os.environ | {"HF_HOME": str(tmp_path_factory.mktemp("no") / "cache")},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,11 +80,13 @@ def client(pair: list[str]) -> Iterator[Any]:
         said = server.communicate(timeout=60)[1]
     assert said.splitlines()[-1] == "hf-specdec: stopped"
     assert "Traceback" not in said
+    where = f"http://127.0.0.1:{port}/v1"
+    assert f"Serving pair with {pair[1]} at {where}. Requests are answered one after the other." in said
 
 
 def settings(pair: list[str], question: str, **others: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
-    return {"model": pair[0], "messages": messages, "max_tokens": NEW, "temperature": 0, **others}
+    return {"model": "pair", "messages": messages, "max_tokens": NEW, "temperature": 0, **others}
 
 
 def plain(target: PreTrainedModel, question: str) -> str:
@@ -99,7 +107,7 @@ def test_chats_and_completions_are_those_of_plain_generate(
     assert answer.choices[0].message.content == plain(target, "hello")
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", NEW)
     assert streamed(client, **settings(pair, "hello")) == plain(target, "hello")
-    text = client.completions.create(model=pair[0], prompt="uhelloxq", max_tokens=NEW, temperature=0)
+    text = client.completions.create(model="pair", prompt="uhelloxq", max_tokens=NEW, temperature=0)
     assert text.choices[0].text == plain(target, "hello")
 
 
@@ -117,13 +125,55 @@ def test_usage_counts_the_drafts_of_the_answer(client: Any, pair: list[str], tar
         return details.accepted_prediction_tokens, details.rejected_prediction_tokens
 
     assert counts(client.chat.completions.create(**settings(pair, "hello")).usage) == wanted
-    text = {"model": pair[0], "prompt": "uhelloxq", "max_tokens": NEW, "temperature": 0}
+    text = {"model": "pair", "prompt": "uhelloxq", "max_tokens": NEW, "temperature": 0}
     assert counts(client.completions.create(**text).usage) == wanted
     for chunks in (
         client.chat.completions.create(**settings(pair, "hello"), stream=True),
         client.completions.create(**text, stream=True),
     ):
         assert [counts(chunk.usage) for chunk in chunks if chunk.usage] == [wanted]
+
+
+def test_the_pair_stays_and_is_the_only_model(client: Any, pair: list[str], target: PreTrainedModel) -> None:
+    assert [model.id for model in client.models.list()] == ["pair"]
+    root = str(client.base_url).removesuffix("/v1/")
+    audio = {"/v1/audio/transcriptions": b"model=x"}
+    for path, body in {"/reset": b"", "/load_model": b'{"model": "."}', "/v1/systemone": b"{}", **audio}.items():
+        request = urllib.request.Request(root + path, body, {"Content-Type": "text/plain", "Origin": "http://other"})
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            urllib.request.urlopen(request, timeout=60)
+        assert f"serves pair with its drafter and nothing else: {path} is switched off" in refused.value.read().decode()
+    loaded = urllib.request.Request(f"{root}/load_model", b'{"model": "pair"}', {"Content-Type": "application/json"})
+    assert b'"ready"' in urllib.request.urlopen(loaded, timeout=60).read(), "as `transformers chat` asks"
+    usage = client.chat.completions.create(**settings(pair, "hello")).usage
+    assert usage.completion_tokens_details.rejected_prediction_tokens > 0, "it drafts"
+    openai = sys.modules["openai"]
+    with pytest.raises(openai.NotFoundError, match="The model 'other' does not exist: this server serves 'pair'"):
+        client.chat.completions.create(**settings(pair, "hello", model="other"))
+
+
+def test_what_cannot_be_answered_as_asked_is_a_400_with_the_reason(client: Any, pair: list[str]) -> None:
+    openai = sys.modules["openai"]
+    for changed, reason in (
+        ({"messages": []}, "messages must be a list with at least one message"),
+        ({"max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
+        ({"n": 2}, "n=2 is not supported by this server: leave it out"),
+        ({"temperature": -1}, "temperature=-1 must be a number between 0 and 100"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported: the chat template"),
+        ({"messages": [{"role": "user", "content": "!"}]}, "refuses these messages: no shouting"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason) as raised:
+            client.chat.completions.create(**settings(pair, "hello", **changed))
+        assert raised.value.body["type"] == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match=reason):
+            streamed(client, **settings(pair, "hello", **changed))
+    with pytest.raises(openai.APIStatusError, match="Unexpected fields in the request: {'colour'}"):
+        client.chat.completions.create(**settings(pair, "hello", extra_body={"colour": "red"}))
+    with pytest.raises(openai.BadRequestError, match="prompt must be a text that is not empty"):
+        client.completions.create(model="pair", prompt="")
+    request = urllib.request.Request(f"{client.base_url}chat/completions", b"{", {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=60)
 
 
 def test_stop_strings_end_an_answer_inside_an_accepted_path(
@@ -174,6 +224,9 @@ def test_what_cannot_be_served_is_one_line(pair: list[str], tmp_path: Path, caps
             errors = capsys.readouterr().err.splitlines()
             assert len(errors) == 1
             assert message in errors[0]
+    with pytest.raises(SystemExit):
+        main(["serve", *pair, "--engine", "transformers", "--port", "99999"])
+    assert "99999 must be a finite number of at least 0 and at most 65535" in capsys.readouterr().err
 
 
 def test_a_drafter_that_is_missing_or_does_not_fit_is_one_line(

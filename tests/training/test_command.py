@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 from hf_specdec import export_drafter, load_drafter
 from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import main
+from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.specblock import new_drafter
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.text import read_text
+from tests.drafters.test_saving import small_disk
 from tests.hub.layouts import as_zlab, save
 from tests.targets import HYBRIDS, fresh_target, make_target, one_prompt, tiny_tokenizer
 
@@ -348,6 +350,16 @@ def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     assert record["settings"]["mask_token_id"] == 1
 
 
+def test_a_second_drafter_is_trained_on_the_same_answers_whatever_a_new_trial_finds(
+    place: Path, trial_finds: Callable[[bool], None]
+) -> None:
+    for found, seed in ((True, "0"), (False, "1")):
+        trial_finds(found)
+        main([*COMMON, *DFLASH, "--steps", "2", "--output", f"drafter{seed}", "--learning-rate", f"1e-{seed}"])
+    assert len(list((place / "work").glob("continuations-*"))) == 2  # to train on, and held out
+    assert json.loads((place / "drafter1/training.json").read_text())["settings"]["bf16"] is True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["text", "target"])
 def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:
@@ -364,6 +376,83 @@ def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, cha
     train("--steps", "2", "--output", "other")  # anew
     train("--steps", "2", "--output", "again", "--resume")
     assert (place / "again/model.safetensors").read_bytes() == (place / "other/model.safetensors").read_bytes()
+
+
+def test_a_folder_with_another_drafter_is_refused_before_anything_is_written(place: Path) -> None:
+    train("--steps", "2", "--output", "drafter")
+    weights = (place / "drafter/model.safetensors").read_bytes()
+    refused = r"'drafter' already holds a model or a drafter \(config.json, model.safetensors\), which would be overwr"
+    for changed in (["--steps", "3"], ["--steps", "2"], ["--steps", "2", "--seed", "1", "--resume"]):
+        with pytest.raises(ValueError, match="holds no checkpoint" if "--seed" in changed else refused):
+            train(*changed, "--output", "drafter", "--work-dir", "other")
+    train("--steps", "3", "--output", "another")
+    with pytest.raises(ValueError, match=refused):  # the drafter there is not of the run that is resumed
+        train("--steps", "3", "--output", "drafter", "--resume")
+    assert (place / "drafter/model.safetensors").read_bytes() == weights
+    assert not (place / "other").exists()
+    train("--steps", "2", "--output", "drafter", "--resume")  # the same one
+    assert (place / "drafter/model.safetensors").read_bytes() == weights
+    train("--steps", "3", "--output", "drafter", "--overwrite")
+    assert (place / "drafter/model.safetensors").read_bytes() != weights
+
+
+def test_outputs_are_tried_before_the_target_is_loaded(place: Path) -> None:
+    with (
+        small_disk(1000),
+        pytest.raises(OSError, match="Nothing can be written to 'drafter': File too large. Make room"),
+    ):
+        train("--steps", "2", "--output", "drafter", "--target", "absent")
+    with pytest.raises(OSError, match="Nothing can be written to '/proc/work': .* or give another folder"):
+        train("--steps", "2", "--output", "drafter", "--work-dir", "/proc/work", "--target", "absent")
+    assert not (place / "drafter").exists()
+
+
+@contextlib.contextmanager
+def before_step(number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Acts before a step of any optimizer."""
+    steps: list[int] = []
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps.extend([1] * isinstance(optimizer, MuonWithAdamW))  # which has two others
+        if len(steps) == number:
+            steps.append(1)
+            act()
+
+    hook = register_optimizer_step_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_stop_in_training_says_where_the_weights_are_and_how_they_are_got(place: Path) -> None:
+    train("--steps", "4", "--output", "whole")
+    weights = (place / "whole/model.safetensors").read_bytes()
+    options = ["--steps", "4", "--output", "drafter", "--work-dir", "other"]
+    with (
+        before_step(1, interrupt),
+        pytest.raises(KeyboardInterrupt, match="there is no checkpoint yet; the same command"),
+    ):
+        train(*options)
+    ways_on = r"the weights of step 2 are in other/checkpoints-\w+/checkpoint-2; the same command with --resume goes on"
+    with before_step(3, interrupt), pytest.raises(KeyboardInterrupt, match=ways_on):
+        train(*options)
+    with (
+        contextlib.ExitStack() as disk,
+        before_step(1, lambda: disk.enter_context(small_disk(600))),
+        pytest.raises(OSError, match=rf"Nothing was saved to 'other/checkpoints-\w+': .*; {ways_on}"),
+    ):
+        train(*options, "--resume")
+    (place / "drafter/model.safetensors").mkdir(parents=True)  # the last weights cannot get their name
+    with pytest.raises(OSError, match=r"Nothing was saved to 'drafter': .*; the weights of step 4 are in other"):
+        train(*options, "--resume", "--overwrite")
+    assert [file.name for file in (place / "drafter").iterdir()] == ["model.safetensors"]
+    train(*options, "--resume", "--output", "elsewhere")
+    assert (place / "elsewhere/model.safetensors").read_bytes() == weights
 
 
 def test_an_online_run_learns_from_the_same_states_and_keeps_none(place: Path) -> None:
@@ -430,7 +519,8 @@ def test_ctrl_c_ends_writing_in_a_word(place: Path) -> None:
         process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert errors.endswith("hf-specdec: stopped\n"), errors[-2000:]
+    kept = "what the target has written is kept in work, and the same command goes on from there"
+    assert errors.endswith(f"hf-specdec: stopped: {kept}\n"), errors[-2000:]
 
 
 # Families of which two layers make no model: one reads what another keeps, or none of them attends.

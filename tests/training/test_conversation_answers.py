@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.training.answer_files import AnswerSettings
+from hf_specdec.training.answer_files import AnswerSettings, read_answers
 from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.conversation_answers import REQUESTS, read_conversations, write_answers, write_invented
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
+from tests.drafters.test_saving import small_disk
 from tests.targets import EOS, HYBRIDS, VOCAB, fresh_target, make_target
 
 datasets = pytest.importorskip("datasets")
@@ -48,14 +52,14 @@ def conversations(tmp_path, *talks):
 
 def answered(target, prompts, room, temperatures, seed=0, at_once=None):
     ends = target.generation_config.eos_token_id
-    draw = torch.Generator().manual_seed(seed)
     ends = set(ends) if isinstance(ends, list) else {ends}
 
     def task(*prompt):
         return (yield Prompt(*prompt, ends))
 
     tasks = [task(*each) for each in zip(prompts, room, temperatures, strict=True)]
-    return continued(target, tasks, draw, at_once or len(prompts))
+    draws = [Random(f"{seed} {number}") for number in range(len(tasks))]
+    return continued(target, tasks, draws, at_once or len(prompts))
 
 
 def written_rows(files):
@@ -82,7 +86,7 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
         assert answer == alone[0, len(prompt) :].tolist()
     assert len({len(answer) for answer in written}) > 2
     for at_once in (1, 2, 3):  # the others wait, and join rows that have begun
-        assert answered(target, prompts, room, temperatures, at_once=at_once)[:4] == written[:4]
+        assert answered(target, prompts, room, temperatures, at_once=at_once) == written, "each row has its own draws"
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
 
 
@@ -112,7 +116,7 @@ def test_a_beginning_that_prompts_share_is_read_once():
         return first, (yield Prompt(first, 3, 0.0, ends))  # without that beginning
 
     hook = target.register_forward_pre_hook(lambda _, args, kwargs: read.append(args[0].numel()), with_kwargs=True)
-    written = continued(target, [task(prompt) for prompt in prompts], torch.Generator(), 2)
+    written = continued(target, [task(prompt) for prompt in prompts], [Random()] * 5, 2)
     hook.remove()
     assert sum(read) < 2 * len(beginning) + sum(lengths) + 5 * (4 + 4 + 3) + 10
     for prompt, (first, second) in zip(prompts, written, strict=True):
@@ -140,7 +144,7 @@ def test_a_prompt_that_goes_on_from_a_row_keeps_it(at_once):
         prompts.append(edited)
 
     hook = target.register_forward_pre_hook(lambda _, args, kwargs: read.append(args[0].numel()), with_kwargs=True)
-    continued(target, [task(turns) for turns in talks], torch.Generator(), at_once)
+    continued(target, [task(turns) for turns in talks], [Random()] * 3, at_once)
     hook.remove()
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])
@@ -236,6 +240,89 @@ def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenize
         write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=1))
 
 
+@pytest.mark.parametrize("follow_ups", [0.0, 0.7])
+def test_a_stopped_call_keeps_finished_texts_and_goes_on_to_the_same_file(chatty, asking, tmp_path, follow_ups):
+    """Stopped by a forward, at several places; the last line of the part is torn as by a full disk."""
+    settings = AnswerSettings((0.0, 0.9), follow_ups, max_new_tokens=12, batch_size=3)
+    forwards, stops = 0, []
+
+    def stop(*_):
+        nonlocal forwards
+        forwards += 1
+        if forwards in stops:
+            raise KeyboardInterrupt
+
+    def write(folder):
+        nonlocal forwards
+        forwards = 0
+        return write_invented(chatty, asking, 24, folder, settings)
+
+    hook = chatty.register_forward_pre_hook(stop)
+    whole = [file.read_text() for file in write(tmp_path / "whole")]
+    assert len(whole) == 1
+    stops, kept = [forwards // 3, forwards // 2], []
+    folder = tmp_path / "stopped"
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            write(folder)
+        (part,) = folder.glob("answers-*")
+        kept.append(len(read_answers(folder)))
+        assert part.read_text().splitlines(keepends=True)[0] in whole[0]
+        part.write_text(part.read_text()[:-20])
+        assert len(read_answers(folder)) == kept[-1] - 1, "a torn line is not read"
+        stops = stops[:1]
+    assert 0 < kept[0] < kept[1] < whole[0].count("\n")
+    stops = []
+    (file,) = write(folder)
+    hook.remove()
+    assert file.read_text() == whole[0], "no row is lost, and none written twice"
+    assert [each.name for each in folder.iterdir() if each.suffix == ".jsonl"] == ["answers-000000.jsonl"]
+
+
+@contextlib.contextmanager
+def forward(number, act):
+    """Acts in a forward of any causal language model."""
+    forwards = []
+
+    def count(module, *_):
+        forwards.extend([1] * isinstance(module, LlamaForCausalLM))
+        if len(forwards) == number:
+            forwards.append(1)
+            act()
+
+    hook = register_module_forward_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_stopped_command_says_how_many_answers_are_kept(target, tokenizer, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    conversations(tmp_path, *[talk(f"x = {number}") for number in range(20)])
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--no-bf16",
+                 "--max-new-tokens", "4", "--batch-size", "1", "--data", str(tmp_path / "talks.jsonl")]  # fmt: skip
+    with small_disk(1000), pytest.raises(OSError, match="Nothing can be written to '.*out': File too large"):
+        main(arguments)
+    assert not (tmp_path / "out").exists()
+    kept = (
+        "out: [1-9][0-9]* answers of [0-9]+ tokens; [0-9]+% are complete, and are kept; the same command writes the oth"
+    )
+    with forward(30, interrupt), pytest.raises(KeyboardInterrupt, match=kept):
+        main(arguments)
+    with contextlib.ExitStack() as disk:
+        full = forward(10, lambda: disk.enter_context(small_disk(800)))
+        with full, pytest.raises(OSError, match=f"File too large; .*{kept}"):
+            main(arguments)
+    main(arguments)
+    assert len(read_answers(tmp_path / "out")) == 20
+
+
 def test_a_recipe_that_was_written_in_part_is_never_seen(target, tokenizer, tmp_path, monkeypatch):
     # Stopped here as by Ctrl-C; another process that starts at this moment sees the same folder.
     data, settings = conversations(tmp_path, talk("x = 1")), AnswerSettings(max_new_tokens=4)
@@ -272,6 +359,26 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
     assert (recipe["dtype"], recipe["temperatures"]) == ("float32", [0.0])
     with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
         main([*arguments, "--data", str(tmp_path / "none.jsonl")])
+
+
+def test_a_folder_keeps_the_number_type_that_it_was_begun_with(target, tokenizer, tmp_path, monkeypatch, capsys):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    out = tmp_path / "out"
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(out), "--max-new-tokens", "4",
+                 "--batch-size", "1", "--data", str(tmp_path / "talks.jsonl")]  # fmt: skip
+    found = iter([True, False, True])
+    where = "hf_specdec.training.number_type.computes_bfloat16"
+    monkeypatch.setattr(where, lambda device: (next(found), "of a trial"))
+    conversations(tmp_path, *[talk(f"x = {number}") for number in range(20)])
+    main(arguments)
+    assert "dtype: bfloat16, because of a trial" in capsys.readouterr().out
+    (out / "answers-000001.jsonl").unlink()
+    main(arguments)
+    assert f"dtype: bfloat16, because the answers in {out} were begun in it; --no-bf16" in capsys.readouterr().out
+    assert len(read_answers(out)) == 20
+    with pytest.raises(ValueError, match="other settings: .*dtype 'bfloat16', now 'float32'"):
+        main([*arguments, "--no-bf16"])
 
 
 ASKING = (

@@ -190,7 +190,7 @@ def test_answers_that_were_written_before_are_trained_on_and_told_apart(place: P
 
     fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=2048, seed=5).save_pretrained("target")
     with pytest.raises(ValueError, match=r"answers in 'answers0' were not written by target 'target'"):
-        main([*options, "--work-dir", "other"])
+        main([*options, "--work-dir", "other", "--output", "another"])
     assert not (place / "other").exists()
 
 
@@ -202,7 +202,7 @@ def test_sources_are_mixed_in_the_shares_that_are_asked_for(place: Path) -> None
     for mix, new_share in ((["0.7", "0.3"], 0.3), (["3", "7"], 0.7)):
         options = arguments("medusa")
         options[options.index("--data") + 1 : options.index("--data") + 2] = ["talks.jsonl", "new", "--mix", *mix]
-        main(options)
+        main([*options, "--overwrite"])
         found = record(place / "drafter")["data"]
         assert found["mix"] == [float(share) for share in mix]
         new = 11 - sum(found["rows_left_out"].values())  # all but the one held out are trained on, none of them twice
@@ -211,7 +211,7 @@ def test_sources_are_mixed_in_the_shares_that_are_asked_for(place: Path) -> None
     with pytest.raises(SystemExit):
         main([*options, "--mix", "1", "2", "3"])
     with pytest.raises(ValueError, match="--mix 1.0 1000.0 leaves a source without rows to train on; there are 'talks"):
-        main([*options, "--mix", "1", "1000"])
+        main([*options, "--mix", "1", "1000", "--overwrite"])
 
 
 def test_card_names_the_datasets_of_the_hub_that_the_target_answered(place: Path, monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -61,6 +62,22 @@ def test_a_cpu_trains_in_bfloat16_where_a_trial_finds_it_faster(gain: float, cho
         chosen,
         f"this CPU multiplies matrices {gain} times as fast in bfloat16 as in float32",
     )
+
+
+@pytest.mark.parametrize("gain", [0.6, 1.2, 4.0])
+def test_a_trial_beside_other_processes_finds_what_an_idle_machine_finds(gain: float) -> None:
+    """Four calls of five are interrupted, for up to ten times their own time, and in stretches."""
+    for seed in range(20):
+        draw, now = random.Random(seed), [0.0]
+
+        def product(own: float, draw: random.Random = draw, now: list[float] = now) -> None:
+            busy = draw.random() < 0.8 or now[0] % 0.1 < 0.05
+            now[0] += own * (1 + busy * 10 * draw.random()) * (1 + 0.02 * draw.random())
+
+        found = number_type.relative_time(
+            lambda: product(1e-3), lambda: product(1e-3 / gain), 3.0, lambda now=now: now[0]
+        )
+        assert found == pytest.approx(gain, rel=0.05)
 
 
 def test_the_trial_takes_both_number_types_and_leaves_the_threads_as_they_were() -> None:

@@ -226,6 +226,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
     options: SpecBoundOptions
     _no_split_modules: ClassVar = ["ExitHead"]
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
+    saved_side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
     card_summary = (
         "SpecBound exit heads: the target drafts for itself. A token exits at the first exit layer whose annealed "
         "confidence reaches a threshold, the hidden states of drafted tokens are stored, and one pass through the "
@@ -366,7 +367,6 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
         return {name: tensor for name, tensor in self.state_dict().items() if ".lora_" not in name}
 
     def write_side_files(self, folder: Path) -> None:
-        self.remove_side_files(folder)  # of layers that have no head now, which would be loaded too
         for layer in self.config.exit_layers if self.config.head == "lora" else ():
             head: Any = self.heads[str(layer)]
             rank, module = self.config.lora_rank, self.config.head_module
@@ -382,12 +382,6 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
             parts = {"lora_A": head.lora_A, "lora_B": head.lora_B}
             tensors = {f"base_model.model.{module}.{part}.weight": parts[part].detach().cpu() for part in parts}
             save_file(tensors, adapter / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-
-    def remove_side_files(self, folder: Path) -> None:
-        for file in [file for pattern in SIDE_FILES for file in folder.glob(pattern)]:
-            file.unlink()
-            if not any(file.parent.iterdir()):
-                file.parent.rmdir()
 
     def store_options(self) -> None:
         """As for every drafter; also sets the config's own fields for the options."""

@@ -29,7 +29,6 @@ from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import NOT_SAVED, PausingOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.drafting import CONFIDENCE
 from hf_specdec.drafters.specbranch.generator import SpecBranchGenerator
@@ -364,8 +363,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         if self.h_rad is None:  # transformers would write no file, and leave that of an earlier drafter
             save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
-            with one_layout(folder / OWN_DRAFT_MODEL):
-                merged_adapters(self.draft_model).save_pretrained(folder / OWN_DRAFT_MODEL)
+            merged_adapters(self.draft_model).save_pretrained(folder / OWN_DRAFT_MODEL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.draft_model is not None:
