@@ -22,7 +22,7 @@ from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_len
 from transformers import TrainingArguments, set_seed
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.answer_files import RECIPE_FILE, read_answers, training_rows
 from hf_specdec.training.features import cache_states

@@ -18,9 +18,9 @@ from harness import about, load_inputs, load_target, mean_acceptance_length, tab
 
 from hf_specdec.benchmark.variants import distinct, load
 from hf_specdec.decoding.relaxed import Judge
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.ssd import SSDDrafter
-from hf_specdec.drafters.vocabulary import frequent_token_ids
+from hf_specdec.drafting.drafter import always_drafting
+from hf_specdec.drafting.vocabulary import frequent_token_ids
+from hf_specdec.methods.ssd import SSDDrafter
 from hf_specdec.training.answer_files import read_answers
 
 

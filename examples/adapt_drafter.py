@@ -43,8 +43,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.merged import MergedDrafter
+from hf_specdec.drafting.drafter import always_drafting
+from hf_specdec.methods.merged import MergedDrafter
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 ATLAS = "ATLAS"

@@ -28,7 +28,7 @@ from harness import about, load_target, table_of, wide_console
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AuroraDrafter
-from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.visualize.curves import curves_svg
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))

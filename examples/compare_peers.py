@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
-from hf_specdec.decoding.packed import PackedLinears
-from hf_specdec.drafters.draft_model import with_whole_vocabulary
+from hf_specdec.decoding.speed.packed import PackedLinears
+from hf_specdec.drafting.draft_model import with_whole_vocabulary
 
 # From a prompt [1, seq], new tokens and temperature to the tokens that were written.
 Decode: TypeAlias = Callable[[Tensor, int, float], Tensor]

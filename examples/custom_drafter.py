@@ -26,9 +26,9 @@ from hf_specdec import (
     load_drafter,
     register,
 )
-from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.shapes import check_shapes
+from hf_specdec.drafting.config import TargetFields
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.hub.formats.base import Format, Headers, Reading
 from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
 from hf_specdec.training.losses import position_losses

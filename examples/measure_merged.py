@@ -33,8 +33,8 @@ from hf_specdec import (
     TreeCandidateGenerator,
     load_drafter,
 )
-from hf_specdec.drafters.lookup import SuffixDrafter
-from hf_specdec.drafters.merged import MergedDrafter
+from hf_specdec.methods.lookup import SuffixDrafter
+from hf_specdec.methods.merged import MergedDrafter
 
 NODES = 8  # of a useless draft
 

@@ -21,7 +21,7 @@ from bundle import TINY
 from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_length, table_of, wide_console, write_json
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.specblock.quality import rank_head_quality
+from hf_specdec.methods.specblock.quality import rank_head_quality
 from hf_specdec.training.specblock import new_drafter
 
 BLOCKS = (1, 2, 3, 4)

@@ -37,7 +37,7 @@ from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.calls import keep_faster_number_type
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.benchmark.variants import Variant
-from hf_specdec.decoding.packed import can_pack
+from hf_specdec.decoding.speed.packed import can_pack
 from hf_specdec.visualize import Trace, terminal_text
 
 # A row each; with --all the others, too.

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from hf_specdec.decoding.target import TargetModel as TargetModel
     from hf_specdec.decoding.trace import Trace as Trace
     from hf_specdec.decoding.tree import DraftTree as DraftTree
-    from hf_specdec.drafters.base import Drafter as Drafter
-    from hf_specdec.drafters.merged import MergedDrafter as MergedDrafter
-    from hf_specdec.drafters.options import DrafterOptions as DrafterOptions
-    from hf_specdec.drafters.registry import Serving as Serving
-    from hf_specdec.drafters.registry import register as register
+    from hf_specdec.drafting.drafter import Drafter as Drafter
+    from hf_specdec.drafting.options import DrafterOptions as DrafterOptions
+    from hf_specdec.drafting.registry import Serving as Serving
+    from hf_specdec.drafting.registry import register as register
     from hf_specdec.hub.export import export_drafter as export_drafter
     from hf_specdec.hub.inspection import inspect_drafter as inspect_drafter
     from hf_specdec.hub.loading import load_drafter as load_drafter
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from hf_specdec.integration import detach as detach
     from hf_specdec.integration import disable as disable
     from hf_specdec.integration import enable as enable
+    from hf_specdec.methods.merged import MergedDrafter as MergedDrafter
     from hf_specdec.verification import verify_lossless as verify_lossless
 
 # The module of each public name; type checkers read the imports above.
@@ -38,10 +38,10 @@ _HOMES = {
     "Committed": "decoding.exchange",
     "DraftContext": "decoding.exchange",
     "DraftTree": "decoding.tree",
-    "Drafter": "drafters.base",
-    "DrafterOptions": "drafters.options",
-    "MergedDrafter": "drafters.merged",
-    "Serving": "drafters.registry",
+    "Drafter": "drafting.drafter",
+    "DrafterOptions": "drafting.options",
+    "MergedDrafter": "methods.merged",
+    "Serving": "drafting.registry",
     "SpeculationStats": "decoding.stats",
     "TargetModel": "decoding.target",
     "Trace": "decoding.trace",
@@ -53,7 +53,7 @@ _HOMES = {
     "export_drafter": "hub.export",
     "inspect_drafter": "hub.inspection",
     "load_drafter": "hub.loading",
-    "register": "drafters.registry",
+    "register": "drafting.registry",
     "verify_lossless": "verification",
 }
 __all__ = [*_HOMES]
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         return found
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:  # a submodule, such as `hf_specdec.drafters`
+    try:  # a submodule, such as `hf_specdec.methods`
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":

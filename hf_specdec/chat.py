@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.chat_template import Message, Thinking, render
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.visualize.text import TextPieces
 
 

@@ -19,14 +19,14 @@ from transformers import AutoTokenizer, TextStreamer
 
 from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.registry import check_has_checkpoint, is_weightless, named_method
-from hf_specdec.drafters.saving import check_free, check_writable
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.registry import check_has_checkpoint, is_weightless, named_method
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source
 from hf_specdec.hub.inspection import inspect_drafter
 from hf_specdec.hub.loading import load_drafter, placed_target, usable_device
+from hf_specdec.hub.saving import check_free, check_writable
 from hf_specdec.serving.engine import check_port, find_engine, run
 from hf_specdec.serving.plan import plan_serving
 from hf_specdec.serving.transformers_server import serve_with_transformers

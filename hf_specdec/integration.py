@@ -39,15 +39,20 @@ from hf_specdec.decoding.chains import AssistedChains, OneByOne, why_called_othe
 from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
-from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
-from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, check_supported, why_chains_are_refused
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import (
+from hf_specdec.decoding.targets.modules import runs_in_inference_mode
+from hf_specdec.decoding.targets.replay import recording, replaying
+from hf_specdec.decoding.targets.support import (
+    TreesRefusedError,
+    can_be_cut_back,
+    check_supported,
+    why_chains_are_refused,
+)
+from hf_specdec.decoding.targets.trial import (
     check_trees,
     why_no_chains,
     why_not_same_bits,
@@ -64,8 +69,8 @@ from hf_specdec.decoding.upstream import (
     new_cache,
     sample,
 )
-from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.call_settings import limits_of_drafts, report_unused
+from hf_specdec.drafting.call_settings import limits_of_drafts, report_unused
+from hf_specdec.drafting.drafter import Drafter, check_is_drafter
 
 
 def enable() -> None:

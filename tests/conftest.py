@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafting.drafter import always_drafting
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)

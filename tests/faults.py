@@ -19,8 +19,8 @@ from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from tests.methods import make_causal_lm, make_causal_lm_chain
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import make_causal_lm, make_causal_lm_chain
 from tests.scripted import StubDrafter, fixed_tree
 
 

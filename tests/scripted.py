@@ -12,8 +12,8 @@ from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.options import DrafterOptions
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.options import DrafterOptions
 
 
 class StubDrafter(Drafter):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 
 NUM_DEVICES = 2
 STAGED_BYTES = 64 * 1024  # a copy that is not waited for, from pageable memory, waits only if it is larger than this

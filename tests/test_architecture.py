@@ -16,40 +16,32 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.drafters import registry
-from hf_specdec.drafters.registry import FAMILIES, MARGINAL_METHODS, method_of
+from hf_specdec.drafting import registry
+from hf_specdec.drafting.registry import FAMILIES, MARGINAL_METHODS, method_of
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.published import PUBLISHED
 from tests.count_lines import total
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.mutations import is_plantable, mistakes
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = (
-    "decoding", "formats", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration",
-    "serving",
-)  # fmt: skip
-
-# What each part may import of the others; its own files always.
-MAY_IMPORT = {
-    "decoding": set(),
-    "formats": set(),  # `hub/formats/`, which methods name when they register themselves
-    "drafters": {"decoding", "formats"},
-    "integration": {"decoding", "drafters", "hub"},
-    "training": {"decoding", "drafters"},
-    "adaptation": {"decoding", "drafters", "training"},
-    "hub": {"decoding", "formats", "drafters"},
-    "serving": {"drafters", "hub", "integration"},
-    "visualize": {"decoding"},
-    "benchmark": {"decoding", "drafters", "hub", "integration"},
+# Each part imports those before it; the applications, which are not listed, import all of them.
+ORDER = ("decoding", "drafting", "formats", "methods", "hub", "training", "adaptation")
+LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
+# Arrows upwards that are left: saving and publishing are functions of a drafter.
+UPWARDS = {
+    "drafting/pairing.py": {"hf_specdec.hub.card"},
+    "drafting/pretrained.py": {"hf_specdec.hub.publishing"},
+    "methods/causal_lm.py": {"hf_specdec.hub.publishing"},
+    "methods/specbranch/network.py": {"hf_specdec.hub.card"},
 }
 METHOD_NAMES = {method.name for method in registry._BY_CLASS.values()}  # before tests register others
 # The files that register a method: its own file, or the `__init__.py` of its folder.
 METHOD_FILES = [
     path
     for path in FILES
-    if path.is_relative_to(PACKAGE / "drafters") and re.search(r"^register\w*\(", path.read_text(), re.MULTILINE)
+    if path.is_relative_to(PACKAGE / "methods") and re.search(r"^register\w*\(", path.read_text(), re.MULTILINE)
 ]
 METHOD_HOMES = sorted(path.parent.name if path.stem == "__init__" else path.stem for path in METHOD_FILES)
 
@@ -92,16 +84,23 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_imports_run_one_way() -> None:
+    rank = {part: number for number, part in enumerate(ORDER)}
     for path in FILES:
-        part = part_of(path)
-        wrong = {name for name in imported_modules(path) if part_of_module(name) in {*PARTS} - {part}}
-        wrong = {name for name in wrong if part_of_module(name) not in MAY_IMPORT.get(part, {*PARTS})}
-        assert not wrong, f"{identifier(path)} is in {part!r}, which must not import {sorted(wrong)}"
+        own = rank.get(part_of(path), len(ORDER))
+        upwards = {
+            str(node.module)
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.ImportFrom)
+            and str(node.module).startswith("hf_specdec.")
+            and part_of_module(str(node.module)) not in LEAVES
+            and rank.get(part_of_module(str(node.module)), len(ORDER)) > own
+        }
+        assert upwards == UPWARDS.get(identifier(path), set()), identifier(path)
 
 
 def test_only_what_methods_share_is_imported_by_another_method() -> None:
-    shared = [path for path in (PACKAGE / "drafters").glob("*.py") if path not in METHOD_FILES]
-    for path in shared:  # base, registry and what else methods share: these know no method
+    shared = [path for path in (PACKAGE / "methods").glob("*.py") if path not in METHOD_FILES]
+    for path in [*shared, *(PACKAGE / "drafting").glob("*.py")]:  # these know no method
         methods = {name for name in imported_modules(path) for method in METHOD_HOMES if f".{method}." in f"{name}."}
         assert not methods, identifier(path)
 
@@ -155,7 +154,7 @@ def test_public_names_are_documented_and_annotated(name: str) -> None:
 
 
 def test_every_registered_method_takes_the_shared_tests() -> None:
-    # A new method adds a row to METHODS in tests/methods.py, or several that begin with its name.
+    # A new method adds a row to METHODS in tests/method_table.py, or several that begin with its name.
     for name in {*MARGINAL_METHODS, *FAMILIES}:
         assert any(row.startswith(name) for row in METHODS), name
 
@@ -174,7 +173,7 @@ def test_other_parts_ask_for_no_method_by_name() -> None:
     homes = {kind.__module__.split(".")[2] for kind in classes_of_methods()}
     names = {*METHOD_HOMES, *homes, *METHOD_NAMES, *MARGINAL_METHODS}
     for path in (path for path in FILES if part_of(path) in ROOMS):
-        found = {name for module in imported_modules(path) for name in names if f".drafters.{name}." in f"{module}."}
+        found = {name for module in imported_modules(path) for name in names if f".methods.{name}." in f"{module}."}
         for node in ast.walk(without_docstrings(ast.parse(path.read_text()))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
                 found.add(node.value)
@@ -186,7 +185,7 @@ def test_other_parts_ask_for_no_method_by_name() -> None:
 
 def classes_of_methods() -> list[type]:
     """The registered classes of this library; tests and documents register others."""
-    return [kind for kind in registry._BY_CLASS if kind.__module__.startswith("hf_specdec.drafters.")]
+    return [kind for kind in registry._BY_CLASS if kind.__module__.startswith("hf_specdec.methods.")]
 
 
 @pytest.mark.parametrize("layout", [layout for layout in PUBLISHED if isinstance(layout, Format)], ids=lambda x: x.name)
@@ -227,7 +226,7 @@ def test_imports_run_in_no_circles() -> None:
     found = [
         {name.removeprefix("hf_specdec.") for name in circle}
         for circle in circles
-        if circle and len({name.split(".")[2] for name in circle if name.split(".")[1] == "drafters"}) != 1
+        if circle and len({name.split(".")[2] for name in circle if name.split(".")[1] == "methods"}) != 1
     ]
     assert not found
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, pipeline
 
 import hf_specdec
 from hf_specdec import attach, detach
-from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS, make_ddtree, make_ngram
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import METHODS, make_ddtree, make_ngram
 from tests.targets import PROMPTS, fresh_target, tiny_tokenizer
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 from hf_specdec.chat import Answer, Conversation, converse
 from hf_specdec.cli import main
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.drafters.lookup import NGramDrafter
-from tests.methods import METHODS, make_ddtree
+from hf_specdec.methods.lookup import NGramDrafter
+from tests.method_table import METHODS, make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 
 # The tiny tokenizer knows letters only: s...x, u...x, a...x are messages, and an answer begins after q.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, register, verify_lossless
-from hf_specdec.drafters import registry
+from hf_specdec.drafting import registry
 from hf_specdec.training.losses import LOSS_NAMES, position_losses
 from hf_specdec.training.recipe import RECIPES
 from tests.decoding.test_assisted_loop import gpt_neo

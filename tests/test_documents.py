@@ -15,7 +15,7 @@ import transformers.dynamic_module_utils
 import transformers.utils.hub
 
 from hf_specdec.cli import main
-from hf_specdec.drafters.registry import WEIGHTLESS
+from hf_specdec.drafting.registry import WEIGHTLESS
 from tests.hub.conftest import hub, no_token, token_file  # noqa: F401, fixtures
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 

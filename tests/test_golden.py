@@ -22,9 +22,9 @@ from hf_specdec import load_drafter
 from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.ddtree import level_tree
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals
+from hf_specdec.drafting.drafter import always_drafting
+from hf_specdec.methods.ddtree import level_tree
+from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals
 from tests.trees import heap_tree
 from tests.watched import Watched
 

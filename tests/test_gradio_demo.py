@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import right_for
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 

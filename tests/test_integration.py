@@ -19,7 +19,7 @@ from hf_specdec import integration
 from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.upstream import EXPECTED
-from tests.methods import FREE, METHODS, make_ddtree
+from tests.method_table import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target, needs_own_adapters, tiny_tokenizer
 

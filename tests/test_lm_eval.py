@@ -12,7 +12,7 @@ import torch
 
 from hf_specdec.integration import _ATTACHED
 from hf_specdec.lm_eval import register
-from tests.methods import make_ddtree
+from tests.method_table import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 
 

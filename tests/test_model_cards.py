@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.card import may_overwrite
+from hf_specdec.hub.card import may_overwrite
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINTS = sorted(file.parent for file in ROOT.glob("examples/*/*/config.json"))

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, register
+from hf_specdec.drafting.registry import WEIGHTLESS, register
+from hf_specdec.methods.lookup import NGramDrafter
 from tests.targets import make_target, tiny_tokenizer
 
 

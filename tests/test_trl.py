@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_specdec import attach
-from hf_specdec.drafters.base import Drafter
-from tests.methods import make_ddtree
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import make_ddtree
 from tests.targets import fresh_target, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer

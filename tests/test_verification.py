@@ -16,13 +16,13 @@ from hf_specdec import verify_lossless
 from hf_specdec.decoding import loop
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.methods.lookup import NGramDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.precision import Raised
 from hf_specdec.verification.replay import FrozenRound, TreeReplay, acceptance_p_values, drawn_p_value
 from tests.faults import FAULTS, SOUND, Relaxed, Warmer, drafting_best_last, drafting_likeliest, seeing_siblings
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import StubDrafter
 from tests.support_table import tiny_model
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer

@@ -30,7 +30,7 @@ def verdicts(pairs: list[str], dtypes: list[str], seeds: int) -> Iterator[tuple[
 
     from hf_specdec import load_drafter, verify_lossless
     from tests.faults import FAULTS
-    from tests.methods import METHODS
+    from tests.method_table import METHODS
     from tests.targets import make_target, one_prompt
 
     prompt = one_prompt()["input_ids"]

@@ -19,7 +19,7 @@ from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter, MarginalsGenerator
+from hf_specdec.drafting.drafter import Drafter, MarginalsGenerator
 
 
 @dataclass(frozen=True)

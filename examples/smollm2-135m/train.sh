@@ -52,7 +52,7 @@ train specblock specblock --layers 2 --block-size 4 --blocks 3 --warm-start --sl
 train specbound specbound --exit-layers 4 8 12 16 20 24 --head full
 train draft-lm causal_lm --layers 4
 
-if [[ " $DRAFTERS " == *" specbranch "* && ! -e $FOLDER/drafters/specbranch/config.json ]]; then
+if [[ " $DRAFTERS " == *" specbranch "* && ! -e $FOLDER/methods/specbranch/config.json ]]; then
     python examples/train_hrad.py --target "$TARGET" --draft-model "$FOLDER/drafters/draft-lm" --refer-to ../draft-lm \
         --data "$FOLDER/rows/invented" --new-tokens 96 --num-prompts 2000 --draft-length 4 --max-minutes "$MINUTES" \
         --output "$FOLDER/drafters/specbranch"

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdec.benchmark.variants import BUNDLED, Variant, discover, distinct
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafting.registry import unknown_name
 from hf_specdec.hub.loading import load_drafter
 
 from .exactness import compare, untrained

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.benchmark.variants import Variant
-from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.methods.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.verification import first_difference
 
 from .scripted import eagle3_network

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafting.registry import unknown_name
 
 from .criteria import NOT_MEASURED
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash import DFlashDrafter, DFlashMarginals
+from hf_specdec.methods.dflash import DFlashDrafter, DFlashMarginals
 
 from .reference import reference_ddtree
 

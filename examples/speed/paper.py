@@ -35,11 +35,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specdec.benchmark.floor import weight_bytes
-from hf_specdec.decoding import cuda_graphs, devices
+from hf_specdec.decoding import devices
 from hf_specdec.decoding.accept import Acceptor
-from hf_specdec.decoding.cuda_graphs import CompileMode
 from hf_specdec.decoding.devices import Abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext
+from hf_specdec.decoding.speed import cuda_graphs
+from hf_specdec.decoding.speed.cuda_graphs import CompileMode
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, default_target_layer_ids
-from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from hf_specdec.drafters.options import DrafterOptions
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.options import DrafterOptions
+from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Drafter
 
 from .reference import HostTree
 

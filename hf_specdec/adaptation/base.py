@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.options import DrafterOptions
-from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import method_of
+from hf_specdec.drafting.drafter import Drafter, check_is_drafter
+from hf_specdec.drafting.options import DrafterOptions
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.drafting.registry import method_of
 from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
 
 

@@ -28,10 +28,10 @@ from hf_specdec.benchmark.report import markdown
 from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenise
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import Chat, Thinking, uses_template
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.saving import check_writable, going_on
+from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import placed_target
+from hf_specdec.hub.saving import check_writable, going_on
 
 PART = "report.part.jsonl"  # of a run that is in progress or was stopped
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_specdec import chat_template
 from hf_specdec.chat_template import Message, Thinking
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafting.registry import unknown_name
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 # Spec-Bench's six groups: the eight categories of MT-Bench are one of them.

@@ -19,11 +19,11 @@ from typing import Any, Literal
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.decoding.packed import PackedLinears, can_pack
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.draft_model import with_whole_vocabulary
-from hf_specdec.drafters.registry import method_of, named_alone
-from hf_specdec.drafters.targets import whole_target
+from hf_specdec.decoding.speed.packed import PackedLinears, can_pack
+from hf_specdec.drafting.draft_model import with_whole_vocabulary
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.registry import method_of, named_alone
+from hf_specdec.drafting.targets import whole_target
 from hf_specdec.hub.loading import load_drafter
 
 BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"

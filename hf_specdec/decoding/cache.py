@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, LinearAttentionLayer
 
-from hf_specdec.decoding.cuda_graphs import Workspace
-from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer, Extent
-from hf_specdec.decoding.layers.kinds import KINDS, own_layer
-from hf_specdec.decoding.layers.recurrent import Recurrent
+from hf_specdec.decoding.speed.cuda_graphs import Workspace
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.support import TreesRefusedError
+from hf_specdec.decoding.targets.entries import GROWTH, Entries, EntriesLayer, Extent
+from hf_specdec.decoding.targets.kinds import KINDS, own_layer
+from hf_specdec.decoding.targets.recurrent import Recurrent
+from hf_specdec.decoding.targets.support import TreesRefusedError
 from hf_specdec.decoding.tree import from_host
 from hf_specdec.decoding.upstream import CACHE, DummyLayer
 

@@ -24,15 +24,15 @@ from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
-from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed
 from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.speed.packed import PackedLinears
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.decoding.user_code import user_code
 

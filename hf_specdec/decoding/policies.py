@@ -28,11 +28,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hf_specdec.decoding.cuda_graphs import DRAFT_SIZES, draft_size
 from hf_specdec.decoding.devices import ToHost, abilities
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
+from hf_specdec.decoding.speed.cuda_graphs import DRAFT_SIZES, draft_size
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 

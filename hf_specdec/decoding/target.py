@@ -22,22 +22,29 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specdec.decoding import upstream
-from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.cuda_graphs import CompileMode, Workspace, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.devices import inference_on_cpu
-from hf_specdec.decoding.layers import places, standins
-from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
-from hf_specdec.decoding.layers.stepped import STEPPED, stepping
-from hf_specdec.decoding.masks import node_mask, ranges_of, whole_prefix_mask
-from hf_specdec.decoding.modules import runs_in_inference_mode
-from hf_specdec.decoding.rotary import rotary_limits
-from hf_specdec.decoding.same_bits import most_rows
+from hf_specdec.decoding.speed.cuda_graphs import (
+    CompileMode,
+    Workspace,
+    can_capture,
+    compiled_forward,
+    run,
+    workspace_of,
+)
+from hf_specdec.decoding.speed.same_bits import most_rows
+from hf_specdec.decoding.speed.static_verify import capacity_for, static_verify
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.static_verify import capacity_for, static_verify
-from hf_specdec.decoding.step_arguments import NextStep, next_step, refuse_cross_attention
-from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
-from hf_specdec.decoding.taps import tap_layer
+from hf_specdec.decoding.targets import places, standins
+from hf_specdec.decoding.targets.attention import tree_attention, usable
+from hf_specdec.decoding.targets.masks import node_mask, ranges_of, whole_prefix_mask
+from hf_specdec.decoding.targets.modules import runs_in_inference_mode
+from hf_specdec.decoding.targets.nodes import Prefix, on_nodes
+from hf_specdec.decoding.targets.rotary import rotary_limits
+from hf_specdec.decoding.targets.step_arguments import NextStep, next_step, refuse_cross_attention
+from hf_specdec.decoding.targets.stepped import STEPPED, stepping
+from hf_specdec.decoding.targets.support import TreesRefusedError, bound_rows, check_supported
+from hf_specdec.decoding.targets.taps import tap_layer
 from hf_specdec.decoding.tree import DraftTree, from_host
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
-from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.targets.modules import home_of
 
 # A layer of transformers' cache that stores nothing; transformers 5.17 does not have it.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))

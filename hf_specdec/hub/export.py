@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-import hf_specdec.drafters  # noqa: F401 (registers the families)
-from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.card import is_hub_id
-from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import FAMILIES, Serving, method_of, serving_of, unknown_name
-from hf_specdec.drafters.saving import WEIGHTS, saved_whole
+import hf_specdec.methods  # noqa: F401 (registers the families)
+from hf_specdec.drafting.drafter import Drafter, check_is_drafter
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.drafting.registry import FAMILIES, Serving, method_of, serving_of, unknown_name
+from hf_specdec.hub.card import is_hub_id
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
+from hf_specdec.hub.publishing import PublishedDrafter
+from hf_specdec.hub.saving import WEIGHTS, saved_whole
 from hf_specdec.hub.source_layout import source_tensors
 from hf_specdec.hub.target_files import locate_config, locate_target
 from hf_specdec.hub.tensors import save_tensors

@@ -20,7 +20,7 @@ from typing import Any
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
-from hf_specdec.drafters.registry import FAMILIES, check_has_checkpoint
+from hf_specdec.drafting.registry import FAMILIES, check_has_checkpoint
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
@@ -48,7 +48,7 @@ class Inspection:
     Attributes:
         name: the folder or Hub id.
         format: name of the layout; None if it is unknown.
-        family: the family that loads it, a folder under `hf_specdec/drafters/`; None if no family does.
+        family: the family that loads it, a folder under `hf_specdec/methods/`; None if no family does.
         target: the target that the checkpoint names.
         target_revision: revision of the target, if the checkpoint names one.
         facts: sizes and settings, by the field names of this library.

@@ -22,30 +22,30 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import hf_specdec.drafters  # noqa: F401 (registers the families)
+import hf_specdec.methods  # noqa: F401 (registers the families)
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
-from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
-from hf_specdec.drafters.merged import MergedDrafter
-from hf_specdec.drafters.pairing import check_tokenizer
-from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless, named_method
-from hf_specdec.drafters.targets import whole_target
-from hf_specdec.drafters.vocabulary import check_draft_to_target
-from hf_specdec.drafters.wrapped import unwrapped
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
+from hf_specdec.drafting.pairing import check_tokenizer
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, is_weightless, named_method
+from hf_specdec.drafting.targets import whole_target
+from hf_specdec.drafting.vocabulary import check_draft_to_target
+from hf_specdec.drafting.wrapped import unwrapped
+from hf_specdec.hub.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
-from hf_specdec.hub.formats.own import own_layout
+from hf_specdec.hub.formats.library import own_layout
 from hf_specdec.hub.formats.published import PUBLISHED
 from hf_specdec.hub.mtp import load_mtp
+from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors, read_headers
 from hf_specdec.hub.wording import printable
+from hf_specdec.methods.merged import MergedDrafter
 
 MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary tables and masks
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, check_supported, find_layout
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.target_files import dequantised, locate_target
+from hf_specdec.methods.mtp import LOOKED_FOR, MTPDrafter, check_supported, find_layout
 from hf_specdec.unsafe_keys import listed
 
 MTP = "mtp"

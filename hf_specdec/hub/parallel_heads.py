@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.hub.tensors import load_tensors
+from hf_specdec.methods.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 
 __all__ = ["load_with_heads"]
 

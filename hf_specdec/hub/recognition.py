@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from hf_specdec.hub.formats.base import Config, Format, Unsupported
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
-from hf_specdec.hub.formats.own import PREFIX, find_own_layout
+from hf_specdec.hub.formats.library import PREFIX, find_own_layout
 from hf_specdec.hub.formats.published import PUBLISHED
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.registry import Serving, check_has_checkpoint, named_method, serving_of
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.registry import Serving, check_has_checkpoint, named_method, serving_of
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source, read_json

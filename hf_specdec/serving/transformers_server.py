@@ -8,7 +8,7 @@ import time
 from typing import Any
 from weakref import WeakValueDictionary
 
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import load_drafter
 from hf_specdec.integration import attach

@@ -3,7 +3,7 @@
 It starts as evenly spaced layers of the target with the target's embedding, norm and head, and learns the target's
 distribution of the next token in what the target wrote. With a draft vocabulary, embedding and head have only the rows
 of those tokens; any other token is read as the last row. The drafter is in
-`hf_specdec/drafters/causal_lm.py`; SpecBranch uses the same model.
+`hf_specdec/methods/causal_lm.py`; SpecBranch uses the same model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.support import check_supported
-from hf_specdec.decoding.taps import decoder_layers
-from hf_specdec.decoding.trial import check_trees
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.draft_model import DraftVocabulary, target_ids_of
+from hf_specdec.decoding.targets.support import check_supported
+from hf_specdec.decoding.targets.taps import decoder_layers
+from hf_specdec.decoding.targets.trial import check_trees
+from hf_specdec.drafting.draft_model import DraftVocabulary, target_ids_of
+from hf_specdec.methods.causal_lm import CausalLMDrafter
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, TrainOptions

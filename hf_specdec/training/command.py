@@ -48,9 +48,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_specdec
-from hf_specdec.drafters.card import TRAINING_FILE, read_record
-from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
-from hf_specdec.drafters.saving import check_free, check_writable, going_on, writing_errors
+from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
+from hf_specdec.hub.card import TRAINING_FILE, read_record
+from hf_specdec.hub.saving import check_free, check_writable, going_on, writing_errors
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.answer_files import RECIPE_FILE
 from hf_specdec.training.conversations import ConversationSource

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
-from hf_specdec.drafters.card import is_hub_id
+from hf_specdec.hub.card import is_hub_id
 from hf_specdec.training.answer_files import AnswerSettings, Task, end_ids, template_hash, write_files
 from hf_specdec.training.continuation import Prompt
 from hf_specdec.training.data import datasets_package

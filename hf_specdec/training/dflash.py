@@ -5,7 +5,7 @@ the target's features of the positions before the anchor as context. Slot k draf
 anchor, or k + 1 if the anchor's own slot drafts.
 The blocks of a row share its context and are concatenated; an attention mask separates them.
 Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
-`hf_specdec/drafters/dflash.py`, the losses in `losses.py`, the target's side in `features.py`.
+`hf_specdec/methods/dflash.py`, the losses in `losses.py`, the target's side in `features.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.draft_logits import NeverProposedLogitsProcessor
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
-from hf_specdec.drafters.vocabulary import draft_ids_of
+from hf_specdec.drafting.draft_logits import NeverProposedLogitsProcessor
+from hf_specdec.drafting.vocabulary import draft_ids_of
+from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe

@@ -4,7 +4,7 @@ The Markov head reads the row's tokens in training and drafted tokens when it dr
 probability that a sampled draft is accepted, 1 - TV between the target's probs and the drafter's; with loss "ce", which
 does not compute the target's probs, whether the most probable draft is right. It passes no gradient to other layers.
 Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, section 2.4. The drafter is in
-`hf_specdec/drafters/dspark.py`.
+`hf_specdec/methods/dspark.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dspark import MARKOV_HEADS, DSparkDrafter
+from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dspark import MARKOV_HEADS, DSparkDrafter
 from hf_specdec.training import dflash
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, register_recipe

@@ -6,7 +6,7 @@ learns what is drafted at depth j. A later pass sees what drafting sees: the pai
 position, and its own chain after that. The labels are the target's probs over the draft vocabulary; the loss "kl" has
 the gradient of the paper's cross entropy with them.
 Source: EAGLE-3, arXiv 2503.01840, Section 3.2 (training-time test); for the weights of the passes SafeAILab/EAGLE. The
-drafter is in `hf_specdec/drafters/eagle3.py`, the target's states in `features.py`.
+drafter is in `hf_specdec/methods/eagle3.py`, the target's states in `features.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.config import default_target_layer_ids
-from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.drafting.config import default_target_layer_ids
+from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import block_masks, growing_cache

@@ -27,10 +27,10 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor
-from hf_specdec.decoding.modules import apply_head
-from hf_specdec.decoding.taps import decoder_states, tap_layer
-from hf_specdec.drafters.vocabulary import HeadRows
+from hf_specdec.decoding.targets.modules import apply_head
+from hf_specdec.decoding.targets.taps import decoder_states, tap_layer
+from hf_specdec.drafting.draft_logits import SoftCapLogitsProcessor
+from hf_specdec.drafting.vocabulary import HeadRows
 from hf_specdec.training.losses import MAX_CHUNK_ELEMENTS
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import Rows

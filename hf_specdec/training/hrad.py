@@ -9,7 +9,7 @@ instead of --text for an assistant model:
 2. Rare classes get synthetic examples by SMOTE on standardised features.
 3. The network trains with the paper's settings until its loss on held-out prompts stops improving.
 
-Source: SpecBranch, Section 5.1 and Appendix E.4. H-RAD is used in `drafters/specbranch/`.
+Source: SpecBranch, Section 5.1 and Appendix E.4. H-RAD is used in `methods/specbranch/`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from transformers.hf_argparser import HfArg
 from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.context import last_features
-from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
-from hf_specdec.drafters.saving import check_free, check_writable
-from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
-from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
-from hf_specdec.drafters.targets import whole_target
+from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafting.reader import last_features
+from hf_specdec.drafting.targets import whole_target
+from hf_specdec.hub.saving import check_free, check_writable
+from hf_specdec.methods.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
+from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL, last_layers
 from hf_specdec.training.answer_files import is_answers, read_answers
 from hf_specdec.training.conversation_answers import check_template, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse

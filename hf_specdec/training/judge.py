@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.relaxed import Judge
-from hf_specdec.decoding.taps import decoder_states
+from hf_specdec.decoding.targets.taps import decoder_states
 
 
 @dataclass(frozen=True)

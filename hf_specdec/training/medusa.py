@@ -4,7 +4,7 @@ The loss is by default the cross entropy with the tokens that the target wrote, 
 later tokens are less certain. The blocks start at zero and the heads' matrices as the target's own, so that training
 begins with the target's prediction of the next token.
 Source: Medusa, arXiv 2401.10774, Section 2.2.1 (Medusa-1). Medusa-2, which trains the target too, changes its output
-and is not trained here. The drafter is in `hf_specdec/drafters/medusa.py`.
+and is not trained here. The drafter is in `hf_specdec/methods/medusa.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.methods.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe

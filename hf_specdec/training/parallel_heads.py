@@ -4,7 +4,7 @@ The loss is summed over the heads; by default it is the cross entropy with the t
 begins as a copy of the target's last layer, which is the paper's head for the next token, where the two have the same
 tensors.
 Source: Gloeckle et al., arXiv 2404.19737, Section 2, which trains the trunk with the heads; here it stays the target's.
-The drafter is in `hf_specdec/drafters/parallel_heads.py`.
+The drafter is in `hf_specdec/methods/parallel_heads.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.taps import decoder_layers
-from hf_specdec.drafters.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
+from hf_specdec.decoding.targets.taps import decoder_layers
+from hf_specdec.methods.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.training.losses import LossName
 from hf_specdec.training.medusa import HeadsStep
 from hf_specdec.training.options import Count

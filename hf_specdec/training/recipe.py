@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import runs_again, unknown_name
+from hf_specdec.drafting.registry import runs_again, unknown_name
+from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import AdaptiveStep, TrainingStep

@@ -16,8 +16,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.drafters.pairing import text_mode
-from hf_specdec.drafters.targets import whole_target
+from hf_specdec.drafting.pairing import text_mode
+from hf_specdec.drafting.targets import whole_target
 
 HELD_OUT = 50  # every 50th document or conversation is not trained on
 

@@ -5,7 +5,7 @@ drafts token i + 2 + k. All starts of a row run in one forward, and each later b
 random cut. A slot counts only if all slots before it are right, as in drafting. Arguments select the variants of the
 published code.
 Source: SpecBlock, Sections 3.3 and 4.1 and Appendix A; the vocabulary is chosen as in FR-Spec. The drafter is in
-`hf_specdec/drafters/specblock/`, the target's side in `features.py`.
+`hf_specdec/methods/specblock/`, the target's side in `features.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.decoding.taps import decoder_layers
-from hf_specdec.drafters.config import default_target_layer_ids
-from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specblock.quality import RANK_BOUNDS, rank_classes
+from hf_specdec.decoding.targets.taps import decoder_layers
+from hf_specdec.drafting.config import default_target_layer_ids
+from hf_specdec.methods.specblock.network import BlockOutput, SpecBlockConfig, SpecBlockDrafter
+from hf_specdec.methods.specblock.quality import RANK_BOUNDS, rank_classes
 from hf_specdec.training.features import TargetStates
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, ShareBelow1

@@ -2,7 +2,7 @@
 
 The label of a position is the target's most probable token there ("ce") or its distribution ("kl"), so every position
 of any text has a label. Source: SpecBound, Section 3.1 and Appendix C. The heads are in
-`hf_specdec/drafters/specbound/`, the target's states in `features.py`.
+`hf_specdec/methods/specbound/`, the target's states in `features.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.specbound.drafting import LayerSlices
-from hf_specdec.drafters.specbound.modeling import (
+from hf_specdec.methods.specbound.drafting import LayerSlices
+from hf_specdec.methods.specbound.network import (
     HEAD_KINDS,
     PAPER_DEPTH_SHARE,
     SpecBoundConfig,

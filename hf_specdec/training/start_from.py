@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.drafters.card import TRAINING_FILE, read_record
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.card import TRAINING_FILE, read_record
+from hf_specdec.methods.causal_lm import CausalLMDrafter
 
 
 def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:

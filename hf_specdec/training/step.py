@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.vocabulary import check_same_size
+from hf_specdec.drafting.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import SOFT_LOSSES, LossName, check_loss
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import render
-from hf_specdec.drafters.base import always_drafting
+from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.training.conversation_answers import check_template, read_conversations
 from hf_specdec.training.source import opening
 

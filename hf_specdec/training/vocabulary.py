@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.taps import decoder_of
+from hf_specdec.decoding.targets.taps import decoder_of
 from hf_specdec.training.source import Rows
 
 DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary

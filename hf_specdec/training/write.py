@@ -20,7 +20,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.saving import check_writable, going_on
+from hf_specdec.hub.saving import check_writable, going_on
 from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, check_apart, pack_answers
 from hf_specdec.training.conversation_answers import (
     check_template,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.relaxed import acceptance_rule
-from hf_specdec.drafters.base import Drafter, always_drafting, check_is_drafter
-from hf_specdec.drafters.fingerprint import local_tokenizer
+from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.drafting.drafter import Drafter, always_drafting, check_is_drafter
+from hf_specdec.drafting.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
 from hf_specdec.verification.differences import Difference, first_difference
 from hf_specdec.verification.precision import Precision, precision_of
@@ -262,7 +262,7 @@ def verify_lossless(
         TypeError: `model` is not a model, or `drafter` not a drafter.
 
     Example:
-        >>> from hf_specdec.drafters.lookup import NGramDrafter
+        >>> from hf_specdec.methods.lookup import NGramDrafter
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
         >>> target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **shape)).eval()

@@ -26,15 +26,15 @@ from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.once import undisturbed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.modules import home_of
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.options import DrafterOptions
-from hf_specdec.drafters.registry import method_of
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.options import DrafterOptions
+from hf_specdec.drafting.registry import method_of
 from hf_specdec.integration import observing
 from hf_specdec.verification.precision import TOP, Precision, top_difference
 

@@ -18,7 +18,7 @@ from hf_specdec.training.features import TargetReader
 from tests.adaptation.test_adaptive_drafter import GREEDY, prompts, weights_of
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
 from tests.laws import assert_follows
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, fresh_target
 from tests.watched import Watched
 

@@ -9,9 +9,9 @@ import torch
 
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate
 from hf_specdec.adaptation.recording import Query
-from hf_specdec.drafters.merged import MergedDrafter
+from hf_specdec.methods.merged import MergedDrafter
 from tests.adaptation.test_adaptive_drafter import GREEDY, finish_update, prompts, weights_of
-from tests.methods import make_specblock
+from tests.method_table import make_specblock
 from tests.scripted import right_for
 from tests.targets import fresh_target
 

@@ -18,10 +18,10 @@ from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
 from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PACKED, PLAIN, Variant
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, named_alone, register
-from tests.drafters.test_saving import small_disk
-from tests.methods import make_dflash
+from hf_specdec.drafting.registry import WEIGHTLESS, named_alone, register
+from hf_specdec.methods.lookup import NGramDrafter
+from tests.hub.test_saving import small_disk
+from tests.method_table import make_dflash
 from tests.scripted import right_for
 from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
 

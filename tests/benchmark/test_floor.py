@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
-from tests.methods import make_dflash
+from tests.method_table import make_dflash
 from tests.targets import fresh_target, make_target
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from examples.speed.reference import heap_tree, reference_ddtree
-from hf_specdec.drafters.ddtree import level_tree
-from tests.methods import make_ddtree
+from hf_specdec.methods.ddtree import level_tree
+from tests.method_table import make_ddtree
 from tests.targets import make_target, one_prompt
 
 

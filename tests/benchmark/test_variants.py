@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.benchmark import calls, variants
-from hf_specdec.drafters.registry import named_alone
-from tests.methods import make_dflash, make_medusa
+from hf_specdec.drafting.registry import named_alone
+from tests.method_table import make_dflash, make_medusa
 from tests.targets import fresh_target, make_target, one_prompt
 
 

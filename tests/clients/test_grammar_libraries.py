@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.integration import assisted_loop
 from tests.scripted import right_for
 

@@ -24,16 +24,16 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_specdec import TargetModel, load_drafter
 from hf_specdec.decoding.chains import best_path
-from hf_specdec.decoding.layers import standins
-from hf_specdec.decoding.layers.stepped import STEPPED
+from hf_specdec.decoding.targets import standins
+from hf_specdec.decoding.targets.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.integration import assisted_loop
+from hf_specdec.methods.specbranch import SpecBranchDrafter
 from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
 from tests.laws import assert_follows
-from tests.methods import METHODS, make_causal_lm_chain
+from tests.method_table import METHODS, make_causal_lm_chain
 from tests.scripted import fixed_tree, right_for
 from tests.support_table import tiny_model
 from tests.targets import IN_OLDEST, PROMPTS, fresh_target, make_target
@@ -276,7 +276,7 @@ def test_layers_with_a_wrong_rule_run_level_by_level(monkeypatch: pytest.MonkeyP
 
 def test_layers_that_fail_level_by_level_are_named_and_chains_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch)
-    monkeypatch.setattr("hf_specdec.decoding.layers.stepped.state_modules", lambda model: [])
+    monkeypatch.setattr("hf_specdec.decoding.targets.stepped.state_modules", lambda model: [])
     target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     drafter = right_for(2, alone, siblings=0)

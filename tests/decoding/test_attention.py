@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specdec.decoding import devices
-from hf_specdec.decoding.attention import TREE_ATTENTION, tree_attention, tree_attention_forward, usable
 from hf_specdec.decoding.devices import Abilities
-from tests.methods import METHODS
+from hf_specdec.decoding.targets.attention import TREE_ATTENTION, tree_attention, tree_attention_forward, usable
+from tests.method_table import METHODS
 from tests.scripted import random_trees
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 

@@ -17,8 +17,8 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, make_target
 
 TREE_METHODS = ["ddtree", "causal_lm_tree", "eagle3", "medusa", "ngram", "specblock"]
@@ -145,7 +145,7 @@ def test_nodes_come_likeliest_first_and_below_their_parents() -> None:
 
 
 def test_first_nodes_are_the_tree_that_a_smaller_budget_gives() -> None:
-    from hf_specdec.drafters.ddtree import level_tree
+    from hf_specdec.methods.ddtree import level_tree
 
     logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
     roots = torch.tensor([3, 4])

@@ -14,7 +14,7 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.methods.lookup import NGramDrafter
 from tests.targets import PROMPTS, fresh_target, make_target
 
 LAYERS, HEADS, DIM = 3, 2, 4

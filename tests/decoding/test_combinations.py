@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PAD, VOCAB, fresh_target, tiny_tokenizer
 

@@ -18,21 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding import cuda_graphs, devices, loop
+from hf_specdec.decoding import devices, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.speed import cuda_graphs
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.dflash import DFlashDrafter, DFlashMarginals
+from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.dflash import DFlashDrafter, DFlashMarginals
 from hf_specdec.verification import verify_lossless
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS, STEADY, make_dflash
+from tests.method_table import METHODS, STEADY, make_dflash
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.decoding import attention, devices
+from hf_specdec.decoding import devices
 from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.devices import Abilities, abilities
+from hf_specdec.decoding.targets import attention
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.growth import level_tree
+from hf_specdec.drafting.growth import level_tree
 from hf_specdec.hub.loading import usable_device
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, make_target
 from tests.trees import heap_tree
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM, PreTrainedModel
 
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, HYBRIDS, PROMPTS, fresh_target, make_target, tiny_tokenizer
 

@@ -13,9 +13,9 @@ from hf_specdec.decoding import loop
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import make_target, tiny_tokenizer
 
 NEW = 24

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.decoding import static_verify
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.cuda_graphs import Workspace
 from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.speed import static_verify
+from hf_specdec.decoding.speed.cuda_graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters import dflash, eagle3
-from hf_specdec.drafters.context import NewTokens
-from hf_specdec.drafters.dflash import DFlashMarginals
-from hf_specdec.drafters.growth import best_tree, level_tree
-from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
-from hf_specdec.drafters.specblock import drafting as specblock
-from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
-from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
+from hf_specdec.drafting.growth import best_tree, level_tree
+from hf_specdec.drafting.reader import NewTokens
+from hf_specdec.methods import dflash, eagle3
+from hf_specdec.methods.dflash import DFlashMarginals
+from hf_specdec.methods.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
+from hf_specdec.methods.specblock import drafting as specblock
+from hf_specdec.methods.specblock.drafting import SpecBlockGenerator
+from tests.method_table import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
 from tests.targets import fresh_target
 
 META = torch.device("meta")

@@ -14,16 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import cuda_graphs, loop
+from hf_specdec.decoding import loop
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import ToHost
-from hf_specdec.decoding.layers import entries
+from hf_specdec.decoding.speed import cuda_graphs
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets import entries
 from tests import stand_in
 from tests.decoding.test_cuda_graphs import Replaying
 from tests.decoding.test_finished_rows import drafter_of, settings_of
 from tests.decoding.test_finished_rows import prompts as five_prompts
-from tests.methods import METHODS, make_dflash
+from tests.method_table import METHODS, make_dflash
 from tests.targets import PROMPTS, fresh_target, make_target
 
 NEW = 8

@@ -14,17 +14,18 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import cuda_graphs, devices, loop
+from hf_specdec.decoding import devices, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.speed import cuda_graphs
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
 from tests.decoding.test_cuda_graphs import EARLY, capture_on_cpu, compiling
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import StubDrafter
 from tests.targets import PROMPTS, fresh_target, make_target
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec import verify_lossless
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.integration import assisted_loop
-from tests.methods import METHODS
+from hf_specdec.methods.lookup import NGramDrafter
+from tests.method_table import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import random_trees, right_for
 from tests.targets import IN_OLDEST, make_target

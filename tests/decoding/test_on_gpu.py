@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specdec.decoding.attention import tree_attention_forward
-from hf_specdec.decoding.cuda_graphs import CudaGraph
-from hf_specdec.decoding.masks import additive
-from tests.methods import METHODS
+from hf_specdec.decoding.speed.cuda_graphs import CudaGraph
+from hf_specdec.decoding.targets.attention import tree_attention_forward
+from hf_specdec.decoding.targets.masks import additive
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, fresh_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.upstream import CACHE
-from tests.methods import METHODS, STEADY
+from tests.method_table import METHODS, STEADY
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, fresh_target, make_target
 

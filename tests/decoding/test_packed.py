@@ -15,11 +15,11 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding import packed
-from hf_specdec.decoding.packed import PackedLinears, Trial, trial_of
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.merged import MergedDrafter
-from tests.methods import METHODS, make_ddtree
+from hf_specdec.decoding.speed import packed
+from hf_specdec.decoding.speed.packed import PackedLinears, Trial, trial_of
+from hf_specdec.methods.lookup import NGramDrafter
+from hf_specdec.methods.merged import MergedDrafter
+from tests.method_table import METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS, make_causal_lm, make_causal_lm_chain, make_specbranch
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import METHODS, make_causal_lm, make_causal_lm_chain, make_specbranch
 from tests.scripted import right_for
 from tests.targets import PROMPTS, make_target
 

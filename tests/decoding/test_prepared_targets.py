@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.modules import apply_head, home_of, runs_in_inference_mode, table_rows
-from tests.methods import METHODS
+from hf_specdec.decoding.targets.modules import apply_head, home_of, runs_in_inference_mode, table_rows
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, fresh_target
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}

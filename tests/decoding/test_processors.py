@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from tests.methods import make_ddtree
+from tests.method_table import make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, VOCAB, make_target
 

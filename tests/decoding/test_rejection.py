@@ -27,7 +27,7 @@ from tests.decoding.test_sampling import (
     sampled_target,
 )
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
-from tests.methods import make_causal_lm_chain
+from tests.method_table import make_causal_lm_chain
 from tests.scripted import StubDrafter
 from tests.targets import PROMPTS, make_target
 

@@ -15,7 +15,7 @@ from hf_specdec.decoding.relaxed import Judge, Relaxed, Typical
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_sampling import DRAWS, PROMPT, TREES, count, draw, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, deviation_sigma
-from tests.methods import METHODS, make_eagle3, make_medusa, make_ngram, make_specbound
+from tests.method_table import METHODS, make_eagle3, make_medusa, make_ngram, make_specbound
 from tests.scripted import fixed_tree, right_for
 from tests.targets import make_target, one_prompt
 

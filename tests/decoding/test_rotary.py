@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specdec.decoding.rotary import RotaryLimit, rotary_limits
+from hf_specdec.decoding.targets.rotary import RotaryLimit, rotary_limits
 from hf_specdec.decoding.upstream import CACHE
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import random_trees, right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts
 

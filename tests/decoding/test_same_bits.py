@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_specdec.decoding import same_bits
+from hf_specdec.decoding.speed import same_bits
 from hf_specdec.verification import verify_lossless
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import random_trees
 from tests.targets import PROMPTS, fresh_target, make_target
 

@@ -15,9 +15,9 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 from hf_specdec.decoding.accept import Acceptor
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import fixed_tree
 from tests.targets import make_target
 

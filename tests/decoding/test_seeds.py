@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.decoding.noise import PositionNoise
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.laws import assert_follows
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import fixed_tree, right_for
 from tests.targets import PROMPTS, make_target
 

@@ -16,8 +16,8 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.options import DrafterOptions
+from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.options import DrafterOptions
 from tests.decoding.test_sampling import PROMPT, ROWS, VOCAB, count, draw, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.scripted import StubDrafter

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.stepped import STEPPED
+from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE, cache_name
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafting.drafter import always_drafting
+from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.specbranch import SpecBranchDrafter
 from hf_specdec.verification.precision import Raised
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import right_for
 from tests.targets import HYBRIDS, PROMPTS, STATEFUL, VOCAB, fresh_target, make_target, one_prompt, ragged_prompts
 

@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdec.drafters.lookup import NGramDrafter
-from tests.methods import METHODS
+from hf_specdec.methods.lookup import NGramDrafter
+from tests.method_table import METHODS
 from tests.scripted import right_for
 from tests.targets import IN_OLDEST, fresh_target, one_prompt, ragged_prompts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import right_for
 from tests.targets import PAD, PROMPTS, make_target, tiny_tokenizer
 

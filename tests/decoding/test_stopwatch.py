@@ -9,7 +9,7 @@ import pytest
 import hf_specdec.decoding.stopwatch as stopwatch
 from hf_specdec.decoding.stats import STAGES, SpeculationStats
 from hf_specdec.decoding.stopwatch import FOLD_AT, Stopwatch
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import make_target, one_prompt
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.attention import own_implementation, tree_attention, usable
-from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
-from tests.methods import METHODS
+from hf_specdec.decoding.targets.attention import own_implementation, tree_attention, usable
+from hf_specdec.decoding.targets.support import check_supported
+from tests.method_table import METHODS
 from tests.targets import PROMPTS, fresh_target
 
 

@@ -7,8 +7,8 @@ import torch
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS, STEADY
+from hf_specdec.drafting.drafter import Drafter
+from tests.method_table import METHODS, STEADY
 from tests.scripted import right_for
 from tests.targets import PROMPTS, make_target, one_prompt
 

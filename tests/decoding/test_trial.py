@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from hf_specdec.decoding.trial import check_trees, why_no_chains
+from hf_specdec.decoding.targets.trial import check_trees, why_no_chains
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.integration import assisted_loop
 from tests.multimodal import prompt, tiny_model

@@ -23,10 +23,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.integration import assisted_loop
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.scripted import right_for
 from tests.targets import PAD, PROMPTS, VOCAB, fresh_target, make_target, tiny_tokenizer
 

@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dflash2 import DFlash2Drafter
-from hf_specdec.drafters.dspark import DSparkDrafter
-from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
-from hf_specdec.drafters.medusa import MedusaDrafter
-from hf_specdec.drafters.specblock import SpecBlockDrafter
-from tests.methods import (
+from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash2 import DFlash2Drafter
+from hf_specdec.methods.dspark import DSparkDrafter
+from hf_specdec.methods.eagle import EagleDrafter
+from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.gemma4_assistant import Gemma4AssistantDrafter
+from hf_specdec.methods.medusa import MedusaDrafter
+from hf_specdec.methods.specblock import SpecBlockDrafter
+from tests.method_table import (
     make_dflash,
     make_dflash2,
     make_dspark,

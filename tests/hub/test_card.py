@@ -10,9 +10,9 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.card import check_measurements, model_card
-from hf_specdec.drafters.dflash import DFlashDrafter
-from tests.methods import make_causal_lm, make_dflash, make_medusa
+from hf_specdec.hub.card import check_measurements, model_card
+from hf_specdec.methods.dflash import DFlashDrafter
+from tests.method_table import make_causal_lm, make_dflash, make_medusa
 
 MEASUREMENTS: dict[str, Any] = {
     "target": "owner/target",

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
-from hf_specdec.drafters.merged import MergedDrafter
-from hf_specdec.drafters.specblock import SpecBlockDrafter
+from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter
+from hf_specdec.methods.merged import MergedDrafter
+from hf_specdec.methods.specblock import SpecBlockDrafter
 from hf_specdec.training.causal_lm import new_draft_model, take_vocabulary
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
-from tests.methods import (
+from tests.method_table import (
     make_causal_lm,
     make_dflash,
     make_dflash2,

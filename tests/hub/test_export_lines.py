@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash2 import DFlash2Drafter
-from hf_specdec.drafters.dspark import DSparkDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.methods.dflash2 import DFlash2Drafter
+from hf_specdec.methods.dspark import DSparkDrafter
+from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.peagle import PEagleDrafter
 from tests.hub.layouts import LAYERS
 from tests.hub.test_export import DRAFTERS, MIXED, exported
-from tests.methods import make_dflash
+from tests.method_table import make_dflash
 from tests.targets import make_target
 
 

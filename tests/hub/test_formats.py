@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.hub.recognition import recognise
 from tests.hub.layouts import (
     CASES,
@@ -36,10 +36,10 @@ from tests.hub.layouts import (
     build,
     save,
 )
-from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
+from tests.method_table import make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import make_target, one_prompt
 
-# Rows that name the last layer of the target; tests/drafters/test_pairing.py is about the warning.
+# Rows that name the last layer of the target; tests/drafting/test_pairing.py is about the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:Drafter .* reads layers:UserWarning")
 
 

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.specbranch import SpecBranchDrafter
 from tests.hub.layouts import as_medusa, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import make_medusa, make_specbranch
+from tests.method_table import make_medusa, make_specbranch
 from tests.targets import fresh_target, one_prompt, tiny_tokenizer
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
 from tests.hub.layouts import LAYERS, as_zlab, save
-from tests.methods import make_dflash
+from tests.method_table import make_dflash
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
 

@@ -14,12 +14,12 @@ import transformers.modeling_utils
 from transformers import PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.drafting.registry import FAMILIES
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.dflash2 import DFLASH2
 from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.keys import DECODER, OURS, TRANSFORMERS, Section, check_keys
-from hf_specdec.hub.formats.own import find_own_layout
+from hf_specdec.hub.formats.library import find_own_layout
 from hf_specdec.hub.formats.published import PUBLISHED as LAYOUTS
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specblock import SPECBLOCK
@@ -28,7 +28,7 @@ from hf_specdec.hub.formats.zlab import ZLAB
 from hf_specdec.hub.loading import registered_formats
 from hf_specdec.unsafe_keys import without_unsafe_keys
 from tests.hub.layouts import CASES, LAYERS, build
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import make_target, one_prompt
 
 

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.card import MARKER
-from hf_specdec.drafters.custom_generate import CODE_FILE
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL
+from hf_specdec.hub.card import MARKER
+from hf_specdec.hub.custom_generate import CODE_FILE
+from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import (
+from tests.method_table import (
     make_causal_lm,
     make_ddtree,
     make_eagle3,

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter
 from hf_specdec.cli import main
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.methods.lookup import NGramDrafter
 from tests.hub.layouts import CASES, DEFAULT_TAPS, LAYERS, as_medusa, as_safeailab, as_zlab, build, save
 from tests.hub.loopback_hub import LoopbackHub
 from tests.hub.test_formats import run
-from tests.methods import (
+from tests.method_table import (
     make_causal_lm,
     make_dflash,
     make_eagle3,

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.eagle3 import Eagle3Drafter
 from tests.hub.layouts import CASES, LAYERS, TREE, Fields, rope
 from tests.targets import VOCAB, fresh_target
 
-# Rows that name the last layer of the target; tests/drafters/test_pairing.py is about the warning.
+# Rows that name the last layer of the target; tests/drafting/test_pairing.py is about the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:Drafter .* reads layers:UserWarning")
 
 Change = Fields | Callable[[Any], None]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_specdec.cli import main
-from tests.methods import make_dflash
+from tests.method_table import make_dflash
 from tests.serving.fake_engine import make_engine
 from tests.targets import make_target
 

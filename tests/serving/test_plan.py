@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, register
+from hf_specdec.drafting.registry import WEIGHTLESS, register
+from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.lookup import NGramDrafter
 from hf_specdec.serving import plan_serving
 from hf_specdec.training.causal_lm import new_draft_model
-from tests.drafters.mtp import test_mtp
 from tests.hub.layouts import LAYERS, as_gemma4_assistant, save
-from tests.methods import (
+from tests.method_table import (
     make_causal_lm,
     make_dflash,
     make_dspark,
@@ -30,6 +29,7 @@ from tests.methods import (
     make_specbound,
     make_specbranch,
 )
+from tests.methods.mtp import test_mtp
 from tests.targets import make_target
 
 

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.cli import main
-from tests.methods import make_ddtree
+from tests.method_table import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 
 TEMPLATE = (

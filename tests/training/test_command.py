@@ -28,8 +28,8 @@ from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.specblock import new_drafter
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.text import read_text
-from tests.drafters.test_saving import small_disk
 from tests.hub.layouts import as_zlab, save
+from tests.hub.test_saving import small_disk
 from tests.targets import HYBRIDS, fresh_target, make_target, one_prompt, tiny_tokenizer
 
 

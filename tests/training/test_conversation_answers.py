@@ -20,7 +20,7 @@ from hf_specdec.training.continuation import Prompt, buffered_cache, continued
 from hf_specdec.training.conversation_answers import REQUESTS, read_conversations, write_answers, write_invented
 from hf_specdec.training.filters import before_loop
 from hf_specdec.training.write import main
-from tests.drafters.test_saving import small_disk
+from tests.hub.test_saving import small_disk
 from tests.targets import EOS, HYBRIDS, VOCAB, fresh_target, make_target
 
 datasets = pytest.importorskip("datasets")

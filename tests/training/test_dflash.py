@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.methods.dflash import DFlashDrafter
 from hf_specdec.training.dflash import (
     DFlashStep,
     block_hidden,
@@ -19,7 +19,7 @@ from hf_specdec.training.dflash import (
 )
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import position_weights
-from tests.methods import make_dflash
+from tests.method_table import make_dflash
 from tests.targets import VOCAB, fresh_target, one_prompt, tiny_tokenizer
 from tests.watched import Watched
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_specdec.training.dflash import block_hidden, choose_anchors
 from hf_specdec.training.dspark import DSparkStep, new_drafter
-from tests.drafters.dspark.test_dspark import path_logprob
-from tests.methods import make_dspark
+from tests.method_table import make_dspark
+from tests.methods.dspark.test_dspark import path_logprob
 from tests.targets import fresh_target, one_prompt
 from tests.training.test_dflash import batch_of, random_ids
 

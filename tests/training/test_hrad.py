@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
+from hf_specdec.methods.specbranch import HRAD, SpecBranchConfig
 from hf_specdec.training.answer_files import AnswerSettings
 from hf_specdec.training.conversation_answers import read_conversations, write_answers
 from hf_specdec.training.hrad import (
@@ -32,7 +32,7 @@ from hf_specdec.training.hrad import (
     fit,
     main,
 )
-from tests.methods import make_causal_lm
+from tests.method_table import make_causal_lm
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 from tests.training.test_conversation_answers import TEMPLATE, talk
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers.utils.logging
 
-from hf_specdec.decoding.taps import decoder_states
+from hf_specdec.decoding.targets.taps import decoder_states
 from hf_specdec.training.judge import JudgedTokens, judged_tokens, rejoins, train_judge
 from tests.targets import make_target
 

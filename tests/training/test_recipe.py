@@ -10,7 +10,7 @@ import torch
 from hf_specdec.training import command
 from hf_specdec.training.recipe import RECIPES, Recipe, register_recipe
 from hf_specdec.training.source import trained_mode
-from tests.drafters.test_pairing import TEMPLATE
+from tests.drafting.test_pairing import TEMPLATE
 from tests.targets import make_target, tiny_tokenizer
 
 

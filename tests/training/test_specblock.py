@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.base import always_drafting
-from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, Starts
-from hf_specdec.drafters.specblock.quality import rank_classes
+from hf_specdec.drafting.drafter import always_drafting
+from hf_specdec.methods.specblock.drafting import SpecBlockGenerator, Starts
+from hf_specdec.methods.specblock.quality import rank_classes
 from hf_specdec.training.passes import block_masks
 from hf_specdec.training.specblock import (
     BlockLosses,
@@ -28,8 +28,8 @@ from hf_specdec.training.specblock import (
 )
 from hf_specdec.training.trainer import DrafterTrainer
 from hf_specdec.training.vocabulary import frequent_tokens
-from tests.drafters.specblock.test_specblock_golden import RANKS, load_golden
-from tests.methods import make_specblock
+from tests.method_table import make_specblock
+from tests.methods.specblock.test_specblock_golden import RANKS, load_golden
 from tests.targets import fresh_target, make_target
 from tests.test_golden import golden, metadata, part_of
 

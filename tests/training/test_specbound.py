@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
 
 from hf_specdec import load_drafter
-from hf_specdec.drafters.specbound.drafting import LayerSlices
+from hf_specdec.methods.specbound.drafting import LayerSlices
 from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.specbound import SpecBoundStep, default_exit_layers, new_drafter

@@ -12,7 +12,7 @@ from hf_specdec.visualize.style import _DARK, _LIGHT
 from hf_specdec.visualize.text import TextPieces
 from hf_specdec.visualize.tree import layout
 from tests.browser import look_at, needs_browser
-from tests.methods import METHODS
+from tests.method_table import METHODS
 from tests.targets import make_target, one_prompt, tiny_tokenizer
 
 #     0 root

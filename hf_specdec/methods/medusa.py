@@ -1,0 +1,282 @@
+"""Medusa: small heads on the target's last hidden state, one for each of the next tokens, independent of each other.
+
+The drafter has no cache, no positions and no embeddings: it stores each row's last target state and runs the heads on
+it once per round. The tree is built by a marginal method (`ddtree`: the likeliest paths of this round), or is the
+paper's static tree with the same shape in every round. Published configs lack the shape of the heads;
+`hub/formats/medusa.py` reads it from tensors. Source: Medusa, arXiv 2401.10774, Sections 2.1, 2.1.2 (tree attention)
+and 2.3.3 (optimised tree construction); FasterDecoding/Medusa.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.speed.cuda_graphs import static_calls
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.modules import apply_head
+from hf_specdec.decoding.targets.taps import decoder_states
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafting.config import TargetFields
+from hf_specdec.drafting.drafter import BlockMarginals, MarginalsGenerator
+from hf_specdec.drafting.growth import StaticTree
+from hf_specdec.drafting.options import TreeOptions, is_number
+from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.drafting.reader import LastStates
+from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
+from hf_specdec.drafting.shapes import check_shapes
+from hf_specdec.hub.formats.medusa import MEDUSA
+
+__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaMarginals", "MedusaOptions"]
+
+STATIC_TREE = "static_tree"
+MAX_LAYERS = 256  # of all heads together
+
+
+class MedusaConfig(TargetFields):
+    """Shape of Medusa-1 heads.
+
+    Args:
+        vocab_size: the target's; None if the heads use the target's head and no file states the size.
+        hidden_size: the target's.
+        medusa_num_heads: heads; head i, from 0, predicts the token i + 1 positions after the root.
+        medusa_num_layers: residual blocks of a head.
+        own_head: whether each head has its own output matrix; if not, all use the target's.
+    """
+
+    model_type = "hf_specdec_medusa"
+
+    vocab_size: int | None = 32000
+    hidden_size: int = 4096
+    medusa_num_heads: int = 5
+    medusa_num_layers: int = 1
+    own_head: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, if no heads can be built from this config."""
+        self.check_sizes("hidden_size", "medusa_num_heads", *(("vocab_size",) if self.own_head else ()))
+        self.check_sizes("medusa_num_layers", least=0)
+        if self.medusa_num_heads * self.medusa_num_layers > MAX_LAYERS:
+            raise ValueError(
+                f"medusa_num_heads is {self.medusa_num_heads} and medusa_num_layers {self.medusa_num_layers}: together "
+                f"more than {MAX_LAYERS} layers, the most that can be built."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class MedusaOptions(TreeOptions):
+    """Drafting options of Medusa heads.
+
+    Attributes:
+        method: `"ddtree"`, or any other method that drafts from per-position marginals; `"static_tree"` for the paper's
+            tree, whose shape is the same in every round.
+        tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`), which have one token per head.
+        rank_accuracies: [heads][ranks], how often each prediction of each head is correct; the static tree is built
+            from them (Section 2.3.3). `hf_specdec.methods.medusa.rank_accuracies` measures them; no published
+            checkpoint states them. None: prediction r of head h, both from 0, is assumed to be correct with probability
+            0.6 * 0.8^h * 0.4^r, which is neither measured nor from the paper. It changes only the tree, and so the
+            speed.
+    """
+
+    method: str = "ddtree"
+    rank_accuracies: list[list[float]] | None = None
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `MedusaConfig`."""
+        TreeOptions.validate(self, config)
+        self.check_choices(method=[*MARGINAL_METHODS, STATIC_TREE])
+        rates = self.rank_accuracies
+        if rates is not None and not (
+            isinstance(rates, (list, tuple))
+            and 1 <= len(rates) <= config.medusa_num_heads
+            and all(isinstance(head, (list, tuple)) and len(head) for head in rates)
+            and all(is_number(rate) and 0 <= rate <= 1 for head in rates for rate in head)
+        ):
+            raise ValueError(
+                f"rank_accuracies={rates!r} must be a list of shares from 0 to 1 for each of at most "
+                f"{config.medusa_num_heads} heads, or None."
+            )
+
+
+ASSUMED_RANKS = 10  # predictions of a head that the static tree considers without measured accuracies
+
+
+class MedusaBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return states + nn.functional.silu(self.linear(states))
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks and, unless the target's head is used, a matrix to the vocabulary."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers)))
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size or 0, bias=False)
+
+    def forward(self, states: Tensor, target_head: nn.Module | None) -> Tensor:
+        """[..., hidden] -> [..., vocab] float32; the target's head is for heads without a matrix of their own."""
+        head: Any = getattr(self, "lm_head", target_head)
+        return apply_head(head, self.blocks(states))
+
+
+class MedusaDrafter(PretrainedDrafter):
+    """Medusa-1 heads as a drafter: the target is unchanged, each head predicts one position.
+
+    Drafting options: `MedusaOptions`.
+
+    Relation to its siblings: like `dflash` it predicts all positions at once, but from a single target state and
+    without the root as input, the token that the target has just chosen. Its marginals are therefore flatter.
+    """
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    options_class = MedusaOptions
+    options: MedusaOptions
+    _no_split_modules: ClassVar = ["MedusaHead"]
+    card_summary = (
+        "Medusa heads: each predicts one of the next tokens from the target's last hidden state. "
+        "hf_specdec drafts with them the tree of the likeliest combinations."
+    )
+
+    def __init__(self, config: MedusaConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
+        self.post_init()
+
+    def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """The logits of all heads.
+
+        Args:
+            states: [batch, hidden], the target's last hidden state after its final norm, at the last token it has read.
+            lm_head: the target's head, for heads without their own matrix.
+
+        Returns:
+            [batch, heads, vocab] float32 logits. The target's own head predicts the next token, the root; head i, from
+            0, predicts the token i + 1 positions after the root.
+        """
+        return torch.stack([head(states, lm_head) for head in self.heads], dim=1)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        if self.method == STATIC_TREE:
+            heads = range(self.config.medusa_num_heads)
+            ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
+            assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
+            shape = StaticTree(self.options.rank_accuracies or assumed, self.options.node_limit, self.device)
+            return StaticTreeGenerator(MedusaMarginals(self, target), shape)
+        return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self.options)
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        return {
+            "Method": f"{self.loaded_options().method}, on Medusa heads",
+            "Heads": f"{config.medusa_num_heads}, each of {config.medusa_num_layers} layers",
+            "Hidden size": str(config.hidden_size),
+            "Vocabulary": "the target's" if config.vocab_size is None else str(config.vocab_size),
+        }
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        check_shapes(self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
+
+
+@torch.no_grad()
+def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: Tensor, ranks: int = 10) -> Tensor:
+    """How often each prediction of each head is correct, for `drafter.options.rank_accuracies = ....tolist()`.
+
+    Args:
+        drafter: the heads.
+        model: their target.
+        input_ids: [batch, seq] int64 without padding; longer than there are heads. Text written by the target is best.
+        ranks: predictions of each head to measure.
+
+    Returns:
+        [heads, ranks] float32, shares of the positions. Medusa, arXiv 2401.10774, Section 2.3.3.
+    """
+    states = decoder_states(model, input_ids).to(device=drafter.device, dtype=drafter.dtype)
+    batch, seq, hidden = states.shape
+    logits = drafter(states.reshape(-1, hidden), model.get_output_embeddings()).unflatten(0, (batch, seq))
+    found = []
+    for head in range(drafter.config.medusa_num_heads):
+        ahead = head + 2  # the target's own head predicts the next token
+        predicted = logits[:, : seq - ahead, head].topk(ranks, dim=-1).indices
+        correct = predicted == input_ids[:, ahead:].unsqueeze(-1).to(predicted.device)
+        found.append(correct.float().mean((0, 1)))
+    return torch.stack(found)
+
+
+class MedusaMarginals(LastStates, BlockMarginals):
+    """Per-position logits of all heads, from the target's state at the last token before the root."""
+
+    def __init__(self, drafter: MedusaDrafter, target: TargetModel) -> None:
+        self.drafter = drafter
+        self.lm_head = target.model.get_output_embeddings()
+        self.calls = static_calls(self, drafter, (self.lm_head,), drafter.options.compile_mode)
+        self.drafts_early = self.calls is not None
+
+    @in_inference_mode
+    def marginals(self, context: DraftContext) -> Tensor:
+        states = self.last_states.to(device=self.drafter.device, dtype=self.drafter.dtype)
+        if self.calls is None:
+            return self.drafter(states, self.lm_head)
+        return self.calls("heads", _guesses, states)[0]
+
+
+def _guesses(source: MedusaMarginals, states: Tensor) -> tuple[Tensor]:
+    return (source.drafter(states, source.lm_head),)
+
+
+class StaticTreeGenerator(MarginalsGenerator):
+    """Fills a tree of fixed shape with the heads' predictions: node (i1, ..., ik) gets prediction number ik of head k.
+
+    Args:
+        source: computes the predictions of each round.
+        shape: whose accuracies are of heads and their predictions.
+    """
+
+    def __init__(self, source: MedusaMarginals, shape: StaticTree) -> None:
+        super().__init__(source)
+        self.shape = shape
+
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
+        best, token_ids = logits.topk(self.shape.num_ranks, dim=-1)
+        drafted = token_ids[:, self.shape.levels, self.shape.ranks]
+        return self.shape.filled(
+            torch.cat([context.root_ids.to(logits.device).unsqueeze(1), drafted], dim=1),
+            finite=best[..., 0].isfinite().all(-1),
+        )
+
+
+register(
+    "medusa",
+    MedusaDrafter,
+    layouts=(MEDUSA,),
+    serving=Serving(
+        "medusa",
+        "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",
+        tokens=lambda drafter: drafter.config.medusa_num_heads,
+        needs_export=lambda drafter, config: False,
+    ),
+)
