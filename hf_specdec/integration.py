@@ -68,6 +68,7 @@ from hf_specdec.decoding.upstream import (
     is_newer_than_tested,
     new_cache,
     sample,
+    tokens_in,
 )
 from hf_specdec.drafting.call_settings import limits_of_drafts, report_unused
 from hf_specdec.drafting.drafter import Drafter, check_is_drafter
@@ -549,7 +550,7 @@ def _decode_chains(
         arguments["streamer"] = OneByOne(others["streamer"])
     if embeddings is not None:  # it would be cut to the number of ids; it has no padding
         arguments.pop("attention_mask", None)
-    if cache.get_seq_length():
+    if tokens_in(cache):
         chains.start_after(
             cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP | {CACHE}}
         )

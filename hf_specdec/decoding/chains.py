@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.generation import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -24,7 +24,7 @@ from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, pick
-from hf_specdec.decoding.upstream import CACHE
+from hf_specdec.decoding.upstream import CACHE, tokens_in
 from hf_specdec.decoding.user_code import late_criteria, user_code
 
 
@@ -87,8 +87,10 @@ def why_no_continuation(input_ids: Tensor, arguments: dict[str, Any]) -> str | N
         return None
     if any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ())):
         return f"{CACHE} records its past (activate_past_recording), and that loop cuts it to its window"
-    if not cache.get_seq_length():
+    if not tokens_in(cache):
         return None
+    if all(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        return f"{CACHE} holds states, which do not say of how many tokens they are"
     if embeddings is not None:
         return f"{CACHE} holds tokens already, and the others are passed as inputs_embeds"
     # Without padding, `generate` drops the mask and notes its length, which tells whether all ids were passed.

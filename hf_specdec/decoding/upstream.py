@@ -127,9 +127,20 @@ def is_newer_than_tested() -> bool:
     return Version(transformers.__version__).release[:2] > Version(TESTED[1]).release[:2]
 
 
+def tokens_in(cache: Cache) -> int:
+    """The number of tokens in a cache; of one that has states only, 1 if they are of any text."""
+    return max((_tokens_in(layer) for layer in getattr(cache, "layers", ())), default=0)
+
+
+def _tokens_in(layer: Any) -> int:
+    if isinstance(layer, cache_utils.CacheLayerMixin):
+        return int(layer.get_seq_length())
+    return int(any(layer.has_previous_state.values()))
+
+
 def caches_in(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Tokens in the caches among the arguments of a call, by name."""
-    return {name: value.get_seq_length() for name, value in arguments.items() if isinstance(value, Cache)}
+    """`tokens_in` of the caches among the arguments of a call, by name."""
+    return {name: tokens_in(value) for name, value in arguments.items() if isinstance(value, Cache)}
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
