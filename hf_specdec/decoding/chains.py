@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -89,7 +89,7 @@ def why_no_continuation(input_ids: Tensor, arguments: dict[str, Any]) -> str | N
         return f"{CACHE} records its past (activate_past_recording), and that loop cuts it to its window"
     if not tokens_in(cache):
         return None
-    if all(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return f"{CACHE} holds states, which do not say of how many tokens they are"
     if embeddings is not None:
         return f"{CACHE} holds tokens already, and the others are passed as inputs_embeds"

@@ -135,7 +135,9 @@ def tokens_in(cache: Cache) -> int:
 def _tokens_in(layer: Any) -> int:
     if isinstance(layer, cache_utils.CacheLayerMixin):
         return int(layer.get_seq_length())
-    return int(any(layer.has_previous_state.values()))
+    if isinstance(layer, cache_utils.LinearAttentionLayer):
+        return int(any(layer.has_previous_state.values()))
+    return 0  # it stores nothing
 
 
 def caches_in(arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -315,7 +315,12 @@ def test_transformers_text_streamer_prints_the_same_text_from_chains(capsys: pyt
 def test_the_warning_of_a_chain_target_names_what_keeps_it_from_drafting() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     settings = {**prompts, "max_new_tokens": 4, "do_sample": False}
-    with assisted_loop(), pytest.warns(UserWarning, match="nothing is drafted.*: CountsPerRow, FlagPerRow; the output"):
+    with (
+        assisted_loop(),
+        pytest.warns(
+            UserWarning, match="nothing is drafted.*: CountsPerRow, FlagPerRow: the target decodes it plainly"
+        ),
+    ):
         run(target, "per row", settings, METHODS["ngram"](target))
     with assisted_loop(), pytest.warns(UserWarning, match="'ngram' drafts chains"):
         target.generate(**settings, repetition_penalty=1.2, assistant_model=METHODS["ngram"](target))
