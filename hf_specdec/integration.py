@@ -218,7 +218,8 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
         return original(self, *args, assistant_model=drafter, **kwargs)
     except _CallRefusedError as refusal:
         warnings.warn(
-            f"{refusal} The attached {type(drafter).__name__} drafts nothing: the target decodes this call plainly.",
+            f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call: "
+            "the target decodes it plainly.",
             stacklevel=3,
         )
     return original(self, *args, **kwargs)
