@@ -361,7 +361,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
         self.drafter, self.target, self.options = drafter, target, options
-        self.prefilled = False
+        self.num_prefilled = 0  # tokens of each row, padding included
         self.overrun = False
         self.has_nodes = False  # whether its cache holds nodes of the latest round
         self.pending: Committed | None = None  # the result of that round
@@ -375,14 +375,14 @@ class DraftModelGenerator(TreeCandidateGenerator):
             self.pending = committed
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        if self.prefilled:
+        if self.num_prefilled:
             if self.pending is not None:  # else the nodes of the latest round would be lost
                 self.keep_accepted(self.pending)
             self.drafter.keep_rows(rows, permanent=True)
         self.pending, self.has_nodes = None, False
 
     def close(self) -> None:
-        if self.prefilled:
+        if self.num_prefilled:
             self.drafter.cache.release()
 
     @property
@@ -395,11 +395,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
         The tokens that it has in addition are run with the root, in one forward.
         """
-        if self.prefilled:
+        if self.num_prefilled:
             self.drafter.cache.rollback()
         self.pending, self.has_nodes = None, False
         tree = self.draft(context)
-        if self.prefilled:
+        if self.num_prefilled:
             cache = self.drafter.cache
             cache.rollback([min(own, known) for own, known in zip(cache.row_lengths, certain, strict=True)])
         self.pending, self.has_nodes = None, False
@@ -424,11 +424,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
                     self.num_positions,
                 )
             return None
-        if not self.prefilled:
+        if not self.num_prefilled:
             if min(lengths) < 2:  # the prompt was passed as embeddings, which the draft model cannot read
                 return None
             self._prefill(context.sequences[:, : min(lengths) - 1])
-            self.prefilled = True
+            self.num_prefilled = min(lengths) - 1
         elif self.pending is not None:
             self.keep_accepted(self.pending)
         self.pending, self.has_nodes = None, True
@@ -438,6 +438,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
         if cache.keeps_states and min(lags) < max(lags):
             return self._catch_up(context, lags)
         # Rows lack different numbers of tokens; running a cached token again costs less than a mask for padding.
+        if min(lengths) - max(lags) < self.num_prefilled:  # but a row has too few: it ended, and others went on
+            self.drafter.verify(self._missing(context, lags), self.drafter.root_positions(), logits=False)
+            cache.commit_first(Counts.of([lag - 1 for lag in lags], cache.device))
+            lags = [1] * len(lags)
         steps = max(lags)
         starts = [length - steps for length in lengths]
         if starts != cache.row_lengths:
@@ -454,16 +458,19 @@ class DraftModelGenerator(TreeCandidateGenerator):
         cache.continue_round(1)
         return logits
 
-    def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
-        """Runs the missing tokens of each row, `lags` of them; with recurrent states no token can be run again."""
-        cache, device = self.drafter.cache, self.drafter.model.device
+    def _missing(self, context: DraftContext, lags: Sequence[int]) -> DraftTree:
+        """A chain of the last `lags` tokens of each row, with its last one repeated behind them."""
         columns = [
             [min(length - 1, length - lag + step) for step in range(max(lags))]
             for length, lag in zip(context.lengths, lags, strict=True)
         ]
-        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device)).to(device)
-        logits = self.drafter.verify(DraftTree.chain(token_ids), self.drafter.root_positions()).logits
-        cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
+        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device))
+        return DraftTree.chain(token_ids.to(self.drafter.model.device))
+
+    def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
+        """Runs the missing tokens of each row, `lags` of them; with recurrent states no token can be run again."""
+        logits = self.drafter.verify(self._missing(context, lags), self.drafter.root_positions()).logits
+        self.drafter.cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
         return pick(logits, from_host(list(lags), logits.device).unsqueeze(1) - 1)[:, 0]
 
     def _prefill(self, token_ids: Tensor) -> None:
@@ -577,7 +584,7 @@ class TreeGenerator(DraftModelGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
-        if self.prefilled:
+        if self.num_prefilled:
             self.cache_indices = self.cache_indices[from_host(rows, self.cache_indices.device)]
 
     def keep_accepted(self, committed: Committed) -> None:
