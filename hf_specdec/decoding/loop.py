@@ -23,6 +23,7 @@ from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import num_tokens
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import DraftingPolicy
@@ -111,7 +112,7 @@ class SpeculativeDecoding:
         )
         stats.lossless = relaxed is None
         self.choice = ChoiceRule.of(do_sample, logits_processor)
-        self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.vocab_size = num_tokens(target.model)
         self.unread: VerifiedRound | None = None
         self.kept: list[int] = []  # tokens that each row of the batch kept in the last round that was read
         self.nan_rows: list[bool] | None = None  # remaining rows with NaN logits at the root; None if there are none

@@ -23,7 +23,7 @@ from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
-from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.modules import home_of, num_tokens
 from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, products_of, undisturbed
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
@@ -143,9 +143,8 @@ def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None
 
 def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """A prompt [rows, PROMPT], drafts [nodes], and the mask of the prompt, 0 at `padding` tokens."""
-    embeddings = model.get_input_embeddings()
-    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(embeddings))
-    ids = ids % embeddings.num_embeddings
+    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(model.get_input_embeddings()))
+    ids = ids % num_tokens(model)
     prompt = ids[:PROMPT].expand(bound_rows(model) or 1, -1)
     mask = torch.ones_like(prompt)
     mask[:, :padding] = 0

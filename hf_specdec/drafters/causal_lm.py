@@ -44,7 +44,7 @@ from hf_specdec.decoding import cuda_graphs
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.modules import is_quantised
+from hf_specdec.decoding.modules import is_quantised, num_tokens
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import check_supported, keeps_states
@@ -233,7 +233,7 @@ class CausalLMDrafter(PublishedDrafter):
     def _row_ids(self) -> Tensor:
         """[rows] int64, the target's id of each row of its head."""
         ids = self.target_ids
-        return torch.arange(self.model.get_input_embeddings().num_embeddings) if ids is None else ids
+        return torch.arange(num_tokens(self.model)) if ids is None else ids
 
     def _with_draft_rows(self) -> tuple[PreTrainedModel, Tensor | None]:
         """The model that drafts, and the target's ids of the rows of its head; None if it drafts all of its tokens."""
@@ -266,8 +266,7 @@ class CausalLMDrafter(PublishedDrafter):
             "Method": self.loaded_options().method,
             "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
             f"{config.hidden_size}",
-            "Vocabulary": str(self.model.get_input_embeddings().num_embeddings)
-            + ("" if self.target_ids is None else " of the target's tokens"),
+            "Vocabulary": str(num_tokens(self.model)) + ("" if self.target_ids is None else " of the target's tokens"),
         }
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -292,8 +291,8 @@ class CausalLMDrafter(PublishedDrafter):
             known["pairing"] = True
 
     def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
-        target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
-        size = model.get_input_embeddings().num_embeddings
+        target_ids, rows = self.target_ids, num_tokens(self.model)
+        size = num_tokens(model)
         if self.draft_rows is not None and (most := int(self._row_ids()[self.draft_rows[-1]])) >= size:
             raise ValueError(
                 f"draft_vocab of draft model {self.name_or_path!r} has ids up to {most}, but target {target_name!r} "
@@ -315,7 +314,7 @@ class CausalLMDrafter(PublishedDrafter):
         """Compares the sizes of the vocabularies, for pairs without two local tokenizers."""
         if self.target_ids is not None:  # a draft vocabulary is smaller on purpose
             return
-        own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
+        own, other = (num_tokens(each) for each in (self.model, model))
         if not may_be_padding(own, other):
             raise ValueError(
                 f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.cuda_graphs import CompileMode
 from hf_specdec.decoding.draft_logits import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.modules import num_tokens
 from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
@@ -120,7 +121,7 @@ class DraftModel(TargetModel):
         self, model: PreTrainedModel, *, compile_mode: CompileMode = "none", head_ids: Tensor | None = None
     ) -> None:
         super().__init__(model, compile_mode=compile_mode)
-        self.num_rows: int = model.get_input_embeddings().num_embeddings
+        self.num_rows: int = num_tokens(model)
         self.vocab_size = self.num_rows
         self.vocabulary = DraftVocabulary(target_ids_of(model), self.num_rows)
         self.head_ids = self.vocabulary.target_ids if head_ids is None else head_ids

@@ -35,7 +35,7 @@ from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.draft_logits import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.modules import home_of, num_tokens
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
@@ -315,7 +315,7 @@ def _try_slices(model: PreTrainedModel, slices: LayerSlices) -> tuple[float, flo
     rounding where one scale for a whole tensor quantises activations, and then slices differ as much.
     """
     target, embeddings = TargetModel(model), model.get_input_embeddings()
-    token_ids = torch.arange(1, 7, device=home_of(embeddings)) % embeddings.num_embeddings
+    token_ids = torch.arange(1, 7, device=home_of(embeddings)) % num_tokens(model)
     token_ids, known = token_ids.expand(target.bound_rows or 1, -1), 3
     whole = model(input_ids=token_ids, use_cache=False).logits
     target.prefill_alone(token_ids[:, :known], max_length=token_ids.shape[1])
