@@ -43,9 +43,15 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, check_supported, why_chains_are_refused
+from hf_specdec.decoding.support import (
+    TreesRefusedError,
+    can_be_cut_back,
+    check_supported,
+    ignores_cache,
+    why_chains_are_refused,
+)
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
+from hf_specdec.decoding.trial import check_hooks, check_trees, why_no_chains, why_not_same_bits
 from hf_specdec.decoding.upstream import CACHE, EXPECTED, cache_name, check_signatures, new_cache, sample
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.call_settings import limits_of_drafts, report_unused
@@ -214,8 +220,9 @@ def _assisted_decoding(
         if _IN_ASSISTED_LOOP.get():
             raise TreesRefusedError("assisted_loop() asks for chains")
         check_supported(self)
+        hooked = check_hooks(self, len(input_ids))
         check_trees(self, padded=padded)
-        return _decode_trees(self, assistant_model, *args, **kwargs)
+        return _decode_trees(self, assistant_model, hooked, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
         reason = str(refusal)
     if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
@@ -304,7 +311,7 @@ def _validate_generation_mode(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
-    if self.training and any(getattr(part, "gradient_checkpointing", False) for part in self.modules()):
+    if ignores_cache(self):
         raise ValueError(
             f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
@@ -350,13 +357,14 @@ def _is_padded(mask: Any) -> bool:
 def _decode_trees(
     model: PreTrainedModel,
     drafter: Drafter,
+    hooked: bool,
     input_ids: Any,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: GenerationConfig,
     **others: Any,
 ) -> Any:
-    """Runs our loop, which verifies trees."""
+    """Runs our loop, which verifies trees. With hooks of the user (`hooked`), rows stay in the batch."""
     model_kwargs = {name: value for name, value in others.items() if name not in _OF_LOOP}
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -376,6 +384,8 @@ def _decode_trees(
         output_hidden_states=records.keeps_hidden_states,
         reads_states=relaxed is not None and relaxed.reads_states,
     )
+    if hooked:
+        target.bound_rows = len(input_ids)
     decoding = SpeculativeDecoding(
         target,
         drafter.candidate_generator,

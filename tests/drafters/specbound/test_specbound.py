@@ -38,7 +38,7 @@ from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, one_prompt
-from tests.watched import Watched
+from tests.watched import Watched, unseen
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
@@ -53,7 +53,7 @@ def layer_calls(target: PreTrainedModel) -> Iterator[list[int]]:
     """Notes every call of a decoder layer, by the number of the layer."""
     calls: list[int] = []
     handles = [
-        layer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        layer.register_forward_pre_hook(unseen(lambda *_, index=index: calls.append(index)))
         for index, layer in enumerate(LayerSlices(target).layers)
     ]
     try:
