@@ -181,6 +181,10 @@ _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
 
 
+# Whether the call drafts because of `attach`: what it cannot do is then no error of the caller.
+_FOR_ATTACHED: ContextVar[bool] = ContextVar("for_attached", default=False)
+
+
 class _CallRefusedError(ValueError):
     """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
 
@@ -200,7 +204,8 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
     try:
         if kwargs.get("cache_implementation") == "paged":  # transformers would decode with another function
             raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
-        return original(self, *args, assistant_model=drafter, **kwargs)
+        with _setting(_FOR_ATTACHED, True):
+            return original(self, *args, assistant_model=drafter, **kwargs)
     except _CallRefusedError as refusal:
         warnings.warn(
             f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call; the output is not affected.",
@@ -214,6 +219,22 @@ def _assisted_decoding(
 ) -> Any:
     if not isinstance(assistant_model, Drafter):
         return original(self, *args, assistant_model=assistant_model, **kwargs)
+    before = assistant_model.stats
+    try:
+        return _decode(original, self, assistant_model, *args, **kwargs)
+    except ValueError as refusal:
+        stats = assistant_model.stats
+        if not _FOR_ATTACHED.get() or (stats is not before and stats is not None and stats.has_begun):
+            raise
+        reason = str(refusal)
+    why = f"{reason} The attached {type(assistant_model).__name__} drafts nothing in this call"
+    return _decode_plainly(self, assistant_model, why, *args, **kwargs)
+
+
+def _decode(
+    original: Callable[..., Any], self: PreTrainedModel, assistant_model: Drafter, *args: Any, **kwargs: Any
+) -> Any:
+    """`_assisted_decoding` with a drafter: trees, else chains, else plainly."""
     input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
     assistant_model.check_pairing(self, input_ids)
     try:
@@ -312,7 +333,7 @@ def _validate_generation_mode(
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
     if ignores_cache(self):
-        raise ValueError(
+        raise _CallRefusedError(
             f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before generate."
@@ -325,7 +346,10 @@ def _validate_generation_mode(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
-    _check_pair(self, drafter)
+    try:
+        _check_pair(self, drafter)
+    except ValueError as error:
+        raise _CallRefusedError(str(error)) from error
     report_unused(config, mode_kwargs, drafter)
     return None
 
@@ -442,6 +466,7 @@ def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args
     warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method, same_bits=True)
     stats.begin(args[0] if args else kwargs["input_ids"])
+    stats.has_begun = True
     started = time.perf_counter()
     output = sample(model, *args, **kwargs)
     stats.total_time_s = time.perf_counter() - started
@@ -505,6 +530,7 @@ def _decode_chains(
         chains.start_after(
             cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP | {CACHE}}
         )
+    stats.has_begun = True
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
             output = run(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)

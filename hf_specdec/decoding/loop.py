@@ -164,6 +164,7 @@ class SpeculativeDecoding:
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
+        self.stats.has_begun = True
         tree = DraftTree.root_only(self.state.root_ids)
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)
