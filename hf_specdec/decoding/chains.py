@@ -282,5 +282,5 @@ class AssistedChains:
         self.stats.num_draft_tokens += len(self.path) - 1
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers
-        self.policy.learn(self.tree, torch.tensor([self.path]), [int(num_matches)])
+        self.policy.learn(self.tree, torch.tensor([self.path], device="cpu"), [int(num_matches)])
         self.stats.lap("verify")

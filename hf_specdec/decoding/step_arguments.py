@@ -145,7 +145,7 @@ def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
             found: Tensor = model(**{**inputs, **own, **more}, return_dict=True).logits
             return found
 
-        some = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        some = torch.rand(value.shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
         others = [value, torch.zeros_like(value), some.to(value)]
         without = logits()
         return all(logits(**{name: other}).equal(without) for other in others)

@@ -233,7 +233,7 @@ class CausalLMDrafter(PublishedDrafter):
     def _row_ids(self) -> Tensor:
         """[rows] int64, the target's id of each row of its head."""
         ids = self.target_ids
-        return torch.arange(num_tokens(self.model)) if ids is None else ids
+        return torch.arange(num_tokens(self.model), device="cpu") if ids is None else ids
 
     def _with_draft_rows(self) -> tuple[PreTrainedModel, Tensor | None]:
         """The model that drafts, and the target's ids of the rows of its head; None if it drafts all of its tokens."""

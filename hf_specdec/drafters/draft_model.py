@@ -26,7 +26,7 @@ from hf_specdec.drafters.vocabulary import HeadRows, draft_ids_of, known_ids
 def target_ids_of(model: PreTrainedModel) -> Tensor | None:
     """[rows] int64: the target's id of each row of a draft model's embedding, ascending; None if the ids are equal."""
     ids = getattr(model.config, "draft_token_ids", None)
-    return None if ids is None else torch.tensor(ids)
+    return None if ids is None else torch.tensor(ids, device="cpu")
 
 
 @torch.no_grad()

@@ -161,7 +161,7 @@ class EagleDrafter(PairDrafter):
         return draft_ids if ids is None else ids[draft_ids]
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
-        own = self.to_target_ids(torch.arange(self.config.draft_vocab_size))
+        own = self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
         rows = draftable_rows(own, draft_vocab, self.config.vocab_size, name_of(self))
         self.config.draft_token_ids = own[rows].tolist()
         self._draft_ids, self._head_rows = None, CachedRows()

@@ -377,7 +377,7 @@ class MTPDrafter(Drafter, nn.Module):
         return apply_head(head, self._normed(outputs))
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
-        own = torch.arange(self.num_rows) if self.target_ids is None else self.target_ids
+        own = torch.arange(self.num_rows, device="cpu") if self.target_ids is None else self.target_ids
         rows = draftable_rows(own, draft_vocab, self.num_rows, str(self.name_or_path))
         if len(rows) < len(own):
             self.whole_head = self.whole_head or (self._borrowed[0] if self.head is None else self.head,)

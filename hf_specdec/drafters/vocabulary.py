@@ -112,7 +112,7 @@ def frequent_token_ids(texts: Iterable[str], tokenizer: Any, size: int) -> Tenso
         counts.update(tokenizer(text)["input_ids"])
     ends = [token for token in getattr(tokenizer, "all_special_ids", ()) if token not in counts]
     chosen = [token for token, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
-    return torch.tensor(sorted({*ends[:size], *chosen[: max(0, size - len(ends))]}), dtype=torch.int64)
+    return torch.tensor(sorted({*ends[:size], *chosen[: max(0, size - len(ends))]}), dtype=torch.int64, device="cpu")
 
 
 def draftable_rows(own_ids: Tensor, draft_vocab: Tensor | Sequence[int], vocab_size: int, name: str) -> Tensor:

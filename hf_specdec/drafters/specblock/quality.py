@@ -148,7 +148,7 @@ def rank_head_quality(drafter: Any, target: PreTrainedModel, texts: Iterable[tup
             f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but there are "
             f"{buckets} true buckets: {', '.join(bucket_names())}. Only rank heads with these buckets can be compared."
         )
-    counts = torch.zeros(buckets * buckets, dtype=torch.int64)
+    counts = torch.zeros(buckets * buckets, dtype=torch.int64, device="cpu")
     slots, rows = drafter.config.block_size, num_tokens(target)
     for ids, prompt_length in texts:
         length = len(ids)

@@ -436,7 +436,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
         lm_head = model.get_output_embeddings()
         if config.target_head_sample is not None and has_plain_weight(lm_head):
             found = sample_of(lm_head.weight, config.vocab_size)
-            recorded = torch.tensor(config.target_head_sample[: len(found)])
+            recorded = torch.tensor(config.target_head_sample[: len(found)], device=found.device)
             likeness = nn.functional.cosine_similarity(found, recorded, dim=0).item()
             if not likeness >= LEAST_LIKENESS:
                 raise ValueError(

@@ -115,7 +115,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         )
         self.drafting = drafting = BranchDrafting(draft_model, plan)
         # Drawn from torch's global generator, so that its seed determines the drafts.
-        seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if context.choice.do_sample else 0
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
         if self.parallel and self.assisted is None and (can.host_memory or can.works_ahead):
