@@ -19,6 +19,7 @@ from typing import Any, Literal
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.decoding.modules import num_tokens
 from hf_specdec.decoding.packed import PackedLinears, can_pack
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import with_whole_vocabulary
@@ -92,7 +93,7 @@ def baselines(target: PreTrainedModel, backend: str = "inductor") -> list[Varian
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Variant:
     """Transformers' own assisted generation with a draft model (Hub id or folder); only for batches of one."""
-    vocab_size = target.get_input_embeddings().num_embeddings
+    vocab_size = num_tokens(target)
     model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), vocab_size)
     return Variant(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 

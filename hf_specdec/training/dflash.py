@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.draft_logits import NeverProposedLogitsProcessor
+from hf_specdec.decoding.modules import num_tokens
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
@@ -338,7 +339,7 @@ def default_mask_token(
     Raises:
         ValueError: there is no such id.
     """
-    rows = target.get_input_embeddings().num_embeddings
+    rows = num_tokens(target)
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id, f"{tokenizer.mask_token!r}, the tokenizer's mask token"
     free = 1 + max(tokenizer.get_vocab().values())
