@@ -50,9 +50,11 @@ from hf_specdec.decoding.targets.support import (
     TreesRefusedError,
     can_be_cut_back,
     check_supported,
+    ignores_cache,
     why_chains_are_refused,
 )
 from hf_specdec.decoding.targets.trial import (
+    check_hooks,
     check_trees,
     why_no_chains,
     why_not_same_bits,
@@ -196,6 +198,10 @@ _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
 
 
+# Whether the call drafts because of `attach`: what it cannot do is then no error of the caller.
+_FOR_ATTACHED: ContextVar[bool] = ContextVar("for_attached", default=False)
+
+
 class _CallRefusedError(ValueError):
     """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
 
@@ -215,7 +221,8 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
     try:
         if kwargs.get("cache_implementation") == "paged":  # transformers would decode with another function
             raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
-        return original(self, *args, assistant_model=drafter, **kwargs)
+        with _setting(_FOR_ATTACHED, True):
+            return original(self, *args, assistant_model=drafter, **kwargs)
     except _CallRefusedError as refusal:
         warnings.warn(
             f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call: "
@@ -230,6 +237,22 @@ def _assisted_decoding(
 ) -> Any:
     if not isinstance(assistant_model, Drafter):
         return original(self, *args, assistant_model=assistant_model, **kwargs)
+    before = assistant_model.stats
+    try:
+        return _decode(original, self, assistant_model, *args, **kwargs)
+    except ValueError as refusal:
+        stats = assistant_model.stats
+        if not _FOR_ATTACHED.get() or (stats is not before and stats is not None and stats.has_begun):
+            raise
+        reason = str(refusal)
+    why = f"{reason} The attached {type(assistant_model).__name__} drafts nothing in this call"
+    return _decode_plainly(self, assistant_model, why, *args, **kwargs)
+
+
+def _decode(
+    original: Callable[..., Any], self: PreTrainedModel, assistant_model: Drafter, *args: Any, **kwargs: Any
+) -> Any:
+    """`_assisted_decoding` with a drafter: trees, else chains, else plainly."""
     input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
     assistant_model.check_pairing(self, input_ids)
     before = caches_in(kwargs)
@@ -237,9 +260,10 @@ def _assisted_decoding(
         if _IN_ASSISTED_LOOP.get():
             raise TreesRefusedError("assisted_loop() asks for chains")
         check_supported(self)
+        hooked = check_hooks(self, len(input_ids))
         check_trees(self, padded=padded)
         _check_unknown_host(self, why_unlike_plain_trees, input_ids, kwargs)
-        return _decode_trees(self, assistant_model, *args, **kwargs)
+        return _decode_trees(self, assistant_model, hooked, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
         reason = str(refusal)
     if (after := caches_in(kwargs)) != before:
@@ -363,8 +387,8 @@ def _validate_generation_mode(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
-    if self.training and any(getattr(part, "gradient_checkpointing", False) for part in self.modules()):
-        raise ValueError(
+    if ignores_cache(self):
+        raise _CallRefusedError(
             f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before generate."
@@ -377,7 +401,10 @@ def _validate_generation_mode(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
-    _check_pair(self, drafter)
+    try:
+        _check_pair(self, drafter)
+    except ValueError as error:
+        raise _CallRefusedError(str(error)) from error
     report_unused(config, mode_kwargs, drafter)
     return None
 
@@ -410,13 +437,14 @@ def _is_padded(mask: Any) -> bool:
 def _decode_trees(
     model: PreTrainedModel,
     drafter: Drafter,
+    hooked: bool,
     input_ids: Any,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: GenerationConfig,
     **others: Any,
 ) -> Any:
-    """Runs our loop, which verifies trees."""
+    """Runs our loop, which verifies trees. With hooks of the user (`hooked`), rows stay in the batch."""
     model_kwargs = {name: value for name, value in others.items() if name not in _OF_LOOP}
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -436,6 +464,8 @@ def _decode_trees(
         output_hidden_states=records.keeps_hidden_states,
         reads_states=relaxed is not None and relaxed.reads_states,
     )
+    if hooked:
+        target.bound_rows = len(input_ids)
     decoding = SpeculativeDecoding(
         target,
         drafter.candidate_generator,
@@ -492,6 +522,7 @@ def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args
     warnings.warn(f"{reason}: the target decodes it plainly.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method, same_bits=True)
     stats.begin(args[0] if args else kwargs["input_ids"])
+    stats.has_begun = True
     started = time.perf_counter()
     output = sample(model, *args, **kwargs)
     stats.total_time_s = time.perf_counter() - started
@@ -555,6 +586,7 @@ def _decode_chains(
         chains.start_after(
             cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP | {CACHE}}
         )
+    stats.has_begun = True
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
             output = run(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.upstream import CACHE
@@ -53,7 +54,7 @@ def dflash_config(target: PreTrainedModel, config_class: type[DFlashConfig], **s
     dflash = {"mask_token_id": 1, "target_layer_ids": [0, 2]} | settings.pop("dflash_config", {})
     return config_class(
         **{
-            "vocab_size": target.get_input_embeddings().num_embeddings,
+            "vocab_size": num_tokens(target),
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
             "num_hidden_layers": 2,
@@ -96,7 +97,7 @@ def make_dspark_chain(target: PreTrainedModel, **settings: Any) -> DSparkDrafter
 def make_dflash2(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> DFlash2Drafter:
     """A random DFlash 2 drafter that fits `target` and drafts trees; `settings` as for `make_dflash`."""
     options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
-    top_k = min(7, target.get_input_embeddings().num_embeddings - 2)
+    top_k = min(7, num_tokens(target) - 2)
     added = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": top_k}
     settings["dflash_config"] = added | settings.get("dflash_config", {})
     config = dflash_config(target, DFlash2Config, **settings)
@@ -152,7 +153,7 @@ def _llama_shape(target: PreTrainedModel) -> dict[str, Any]:
     """Of a random drafter whose layers are those of Llama."""
     hidden = target.config.hidden_size
     return {
-        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "vocab_size": num_tokens(target),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_attention_heads": 4,
@@ -220,7 +221,7 @@ def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings:
     keys, global_keys = storing[kinds[0]].keys, storing[kinds[-1]].keys
     config = Gemma4AssistantConfig(
         **{
-            "vocab_size": target.get_input_embeddings().num_embeddings,
+            "vocab_size": num_tokens(target),
             "hidden_size": 24,
             "intermediate_size": 40,
             "num_hidden_layers": len(kinds) + 1,
@@ -258,7 +259,7 @@ def make_suffix(target: PreTrainedModel) -> Drafter:
 
 def make_rest(target: PreTrainedModel) -> Drafter:
     """A look-up in a text of random tokens, every one of which occurs."""
-    vocab, generator = target.get_input_embeddings().num_embeddings, torch.Generator().manual_seed(0)
+    vocab, generator = num_tokens(target), torch.Generator().manual_seed(0)
     index = SuffixIndex(4)
     for _ in range(4):
         index.add(torch.randperm(vocab, generator=generator).tolist())
@@ -280,7 +281,7 @@ def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> M
     names = ("method", "tree_budget", "rank_accuracies")
     options = {"tree_budget": 9} | {name: settings.pop(name) for name in names if name in settings}
     shape = {
-        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "vocab_size": num_tokens(target),
         "hidden_size": target.config.hidden_size,
         "medusa_num_heads": 3,
     }
@@ -309,7 +310,7 @@ def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     """A random SpecBlock drafter that fits `target`; `settings` are fields of its config or drafting options."""
     names = ("tree_budget", "num_blocks", "branching", "beam_width", "max_starts", "merge_duplicates")
     options = {"tree_budget": 9, "beam_width": 4} | {name: settings.pop(name) for name in names if name in settings}
-    hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
+    hidden, vocab = target.config.hidden_size, num_tokens(target)
     shape = {
         "vocab_size": vocab,
         "draft_vocab_size": vocab - vocab // 4,
@@ -350,7 +351,7 @@ def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
     names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals")
     options = {"pauses": False, "threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
-    depth, vocab = target.config.num_hidden_layers, target.get_input_embeddings().num_embeddings
+    depth, vocab = target.config.num_hidden_layers, num_tokens(target)
     shape = {
         "num_target_layers": depth,
         "hidden_size": target.config.hidden_size,

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, pipeline
 
 import hf_specdec
 from hf_specdec import attach, detach
+from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.drafter import Drafter
 from tests.method_table import METHODS, make_ddtree, make_ngram
 from tests.targets import PROMPTS, fresh_target, tiny_tokenizer
@@ -138,6 +140,108 @@ def test_a_call_that_drafts_cannot_be_used_for_is_decoded_as_before_with_a_warni
     assert [Path(warning.filename).name for warning in said] == ["test_attach.py"]
     assert drafter.stats is None
     assert drafts(target, drafter)
+
+
+def with_static_cache(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    return {CACHE: transformers.StaticCache(config=target.config, max_cache_len=64)}
+
+
+def with_checkpointing(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    target.gradient_checkpointing_enable()
+    target.train()
+    return {}
+
+
+def with_an_option_out_of_range(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    drafter.options.tree_budget = 0
+    return {}
+
+
+def with_another_embedding(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    target.resize_token_embeddings(400)
+    return {}
+
+
+def with_a_rule_that_cannot_be_used(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    drafter.acceptance = "typical"
+    target.config.keep_window_size = 64  # trees are refused
+    return {}
+
+
+def with_a_compiled_forward(target: PreTrainedModel, drafter: Any) -> dict[str, Any]:
+    for layer in target.model.layers:  # type: ignore[union-attr]
+        layer._forward_hooks = _NoHooks()
+    return {}
+
+
+class _NoHooks(OrderedDict[int, Any]):
+    """Takes hooks and never runs one, as a forward that was compiled without them."""
+
+    def values(self) -> Any:
+        return ()
+
+    def items(self) -> Any:
+        return ()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+LATE = {
+    "a static cache": (with_static_cache, f"{CACHE} is a StaticCache"),
+    "checkpointing": (with_checkpointing, "training mode with gradient checkpointing"),
+    "an option": (with_an_option_out_of_range, "tree_budget=0"),
+    "another embedding": (with_another_embedding, "has 400 embeddings"),
+    "a rule": (with_a_rule_that_cannot_be_used, "needs the loop of this library"),
+    "a forward without hooks": (with_a_compiled_forward, "its hook did not run"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.* is deprecated")
+@pytest.mark.parametrize("what", LATE)
+def test_what_is_found_out_later_ends_no_program_either(what: str, target: PreTrainedModel) -> None:
+    change, reason = LATE[what]
+    streamed: list[int] = []
+
+    class Streamer(transformers.generation.BaseStreamer):
+        """Keeps what it gets."""
+
+        def put(self, value: torch.Tensor) -> None:
+            streamed.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            """Nothing is left."""
+
+    drafter = make_ddtree(target)
+    attach(target, drafter)
+    arguments = change(target, drafter)
+    twin = copy.deepcopy(target)
+    alone = twin.generate(**PROMPT, **GREEDY, **change(twin, copy.copy(drafter)))
+    with pytest.warns(UserWarning, match=f"{reason}.*The attached DFlashDrafter drafts nothing in this call"):
+        output = target.generate(**PROMPT, **GREEDY, **arguments, streamer=Streamer())
+    assert output.tolist() == alone.tolist()
+    assert streamed == output[0].tolist()
+
+
+def test_an_error_behind_the_first_token_stays_an_error(target: PreTrainedModel) -> None:
+    class Failing(transformers.generation.BaseStreamer):
+        """Takes the prompt and four tokens."""
+
+        taken = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.taken += 1
+            if self.taken > 5:
+                raise ValueError("no more")
+
+        def end(self) -> None:
+            """Nothing is left."""
+
+    streamer = Failing()
+    attach(target, make_ddtree(target))
+    with pytest.raises(ValueError, match="no more"):
+        target.generate(**PROMPT, **GREEDY, streamer=streamer)
+    assert streamer.taken == 6
 
 
 def test_an_error_of_a_call_is_the_one_without_a_drafter(target: PreTrainedModel) -> None:

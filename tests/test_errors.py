@@ -16,6 +16,7 @@ from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
 from tests.method_table import METHODS, make_ddtree, make_dflash
 from tests.scripted import fixed_tree
 from tests.targets import PROMPTS, fresh_target, make_target
+from tests.watched import unseen
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
@@ -28,7 +29,7 @@ def target() -> PreTrainedModel:
 def assert_refused(target: Any, match: str, drafter: Any = None, **settings: Any) -> None:
     drafter = drafter or fixed_tree([5], [0])
     forwards: list[Any] = []
-    handle = target.register_forward_hook(lambda *args: forwards.append(args))
+    handle = target.register_forward_hook(unseen(lambda *args: forwards.append(args)))
     try:
         with pytest.raises(ValueError, match=match):
             target.generate(**{**PROMPTS["batch of one"](), **GREEDY, **settings}, assistant_model=drafter)

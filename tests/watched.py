@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,6 +20,14 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter, MarginalsGenerator
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def unseen(hook: Hook) -> Hook:
+    """The same hook as one of the library's own: with those of others, each call begins with a trial of the target."""
+    hook.__module__ = "hf_specdec.tests"
+    return hook
 
 
 @dataclass(frozen=True)

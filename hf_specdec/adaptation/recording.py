@@ -219,8 +219,10 @@ class QueryRecorder(TextRecorder):
 def _positions(row: Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of one row: states, the target's states, states of the rejected positions, and the target's tokens there."""
     states, drafted = (torch.cat(parts) for parts in zip(*(noted for _, noted in row.rounds), strict=True))
-    positions = torch.cat([torch.arange(length, length + len(noted[0])) for length, noted in row.rounds])
-    ends = torch.tensor([len(noted[0]) for _, noted in row.rounds]).cumsum(0) - 1  # the last node of each path
+    positions = torch.cat([torch.arange(length, length + len(noted[0]), device="cpu") for length, noted in row.rounds])
+    ends = (
+        torch.tensor([len(noted[0]) for _, noted in row.rounds], device="cpu").cumsum(0) - 1
+    )  # the last node of each path
     # The target's token is the next one of the text; the token after the last one is not recorded.
     ends = ends[positions[ends] + 1 < row.length].to(drafted.device)
     ends = ends[drafted[ends]]
@@ -277,4 +279,4 @@ def _refused(row: Row) -> Tensor:
             # The text may lack its last token, and a round may end before its accepted path does.
             if refused and place < len(text) and token != text[place] and len(found[place]) < MOST_REFUSED:
                 found[place].append(token)
-    return torch.tensor([each + [-1] * (MOST_REFUSED - len(each)) for each in found])
+    return torch.tensor([each + [-1] * (MOST_REFUSED - len(each)) for each in found], device="cpu")

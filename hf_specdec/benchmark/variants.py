@@ -20,6 +20,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.decoding.speed.packed import PackedLinears, can_pack
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.draft_model import with_whole_vocabulary
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.registry import method_of, named_alone
@@ -92,7 +93,7 @@ def baselines(target: PreTrainedModel, backend: str = "inductor") -> list[Varian
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Variant:
     """Transformers' own assisted generation with a draft model (Hub id or folder); only for batches of one."""
-    vocab_size = target.get_input_embeddings().num_embeddings
+    vocab_size = num_tokens(target)
     model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), vocab_size)
     return Variant(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 

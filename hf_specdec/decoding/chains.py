@@ -23,6 +23,7 @@ from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.tree import DraftTree, pick
 from hf_specdec.decoding.upstream import CACHE, tokens_in
 from hf_specdec.decoding.user_code import late_criteria, user_code
@@ -138,7 +139,7 @@ class AssistedChains:
         self.eos_ids: Collection[int] = {
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }
-        self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.vocab_size = num_tokens(target.model)
         self.padding = 0  # tokens before the prompt; less than 0 for a prompt of embeddings without ids
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.text: list[int] = []  # all tokens so far
@@ -283,5 +284,5 @@ class AssistedChains:
         self.stats.num_draft_tokens += len(self.path) - 1
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers
-        self.policy.learn(self.tree, torch.tensor([self.path]), [int(num_matches)])
+        self.policy.learn(self.tree, torch.tensor([self.path], device="cpu"), [int(num_matches)])
         self.stats.lap("verify")

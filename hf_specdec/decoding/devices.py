@@ -101,7 +101,7 @@ class ToHost:
     def __init__(self, tensor: Tensor) -> None:
         self._copy, self._arrived = tensor, None
         if tensor.is_cuda:  # only an event shows when the copy is complete
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensor.device))  # the stream of the copy

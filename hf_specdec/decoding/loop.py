@@ -32,6 +32,7 @@ from hf_specdec.decoding.speed.packed import PackedLinears
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.decoding.user_code import user_code
@@ -111,7 +112,7 @@ class SpeculativeDecoding:
         )
         stats.lossless = relaxed is None
         self.choice = ChoiceRule.of(do_sample, logits_processor)
-        self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.vocab_size = num_tokens(target.model)
         self.unread: VerifiedRound | None = None
         self.kept: list[int] = []  # tokens that each row of the batch kept in the last round that was read
         self.nan_rows: list[bool] | None = None  # remaining rows with NaN logits at the root; None if there are none
@@ -163,6 +164,7 @@ class SpeculativeDecoding:
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
+        self.stats.has_begun = True
         tree = DraftTree.root_only(self.state.root_ids)
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)

@@ -297,7 +297,9 @@ class Sequences:
         texts = self.texts
         for column in range(self._streamed, self._final_length()):
             self._streamer.put(
-                torch.tensor([text[column] if column < len(text) else self.padding_id for text in texts])
+                from_host(
+                    [text[column] if column < len(text) else self.padding_id for text in texts], torch.device("cpu")
+                )
             )
             self._streamed += 1
 

@@ -76,7 +76,10 @@ class SpeculationStats(Observer):
         num_foreseen: those of them that began with a prepared draft; see `continuous_acceptance_length`.
         by_source: counts of each drafter of a merged drafter, by name; empty for others.
         stopwatch: measures the stages of the call.
+        has_begun: whether the call may have chosen tokens; before that it can still be decoded without a draft.
     """
+
+    has_begun = False  # of the process, not a count
 
     method: str = ""
     lossless: bool = True

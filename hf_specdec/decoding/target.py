@@ -447,7 +447,7 @@ class TargetModel:
         return tree.up_to_depth(self._reach(root_positions) - root_positions)
 
     def check_reach(self) -> None:
-        """Raises ValueError if rows may pass a rotary limit in different rounds, which would change their output.
+        """Raises TreesRefusedError if rows may pass a rotary limit in different rounds: that would change their output.
 
         Call it after the prefill.
         """
@@ -457,12 +457,12 @@ class TargetModel:
         last = (self.position_offset + self.last_entry - 1).tolist()
         for limit in self.rotary_limits:
             if limit.divides(first, last):
-                raise ValueError(
+                raise TreesRefusedError(
                     f"Target {type(self.model).__name__} has other rotary frequencies from position {limit.first} on "
                     f"(rope type {limit.rope_type!r}). Rows of this batch, now at positions {first}, may pass it in "
                     f"different rounds before position {max(last)}, but in plain decoding they pass it together. "
-                    f"Generate one row at a time, at most {max(0, limit.first - max(first) + 1)} new tokens, or "
-                    "without assistant_model."
+                    "To draft, generate one row at a time, or at most "
+                    f"{max(0, limit.first - max(first) + 1)} new tokens"
                 )
 
     def renew_at_rotary_limit(self, ids: Tensor, lengths: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.speed.cuda_graphs import CompileMode
 from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
@@ -25,7 +26,7 @@ from hf_specdec.drafting.vocabulary import HeadRows, draft_ids_of, known_ids
 def target_ids_of(model: PreTrainedModel) -> Tensor | None:
     """[rows] int64: the target's id of each row of a draft model's embedding, ascending; None if the ids are equal."""
     ids = getattr(model.config, "draft_token_ids", None)
-    return None if ids is None else torch.tensor(ids)
+    return None if ids is None else torch.tensor(ids, device="cpu")
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ class DraftModel(TargetModel):
         self, model: PreTrainedModel, *, compile_mode: CompileMode = "none", head_ids: Tensor | None = None
     ) -> None:
         super().__init__(model, compile_mode=compile_mode)
-        self.num_rows: int = model.get_input_embeddings().num_embeddings
+        self.num_rows: int = num_tokens(model)
         self.vocab_size = self.num_rows
         self.vocabulary = DraftVocabulary(target_ids_of(model), self.num_rows)
         self.head_ids = self.vocabulary.target_ids if head_ids is None else head_ids

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.fingerprint import has_fingerprint, local_tokenizer, tokenizer_fingerprint
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.hub.card import Record, is_hub_id
@@ -102,7 +103,7 @@ def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
         own_size: tokens of the drafter.
         model: the target.
     """
-    size = model.get_input_embeddings().num_embeddings
+    size = num_tokens(model)
     if own_size != size:
         warnings.warn(
             f"Drafter {name!r} has a vocabulary of {own_size}, and target "

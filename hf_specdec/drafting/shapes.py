@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.targets.modules import table_shape
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.drafting.vocabulary import check_draft_to_target, may_be_padding
 
@@ -40,7 +41,7 @@ def check_shapes(
     Raises:
         ValueError: one of them differs, or a layer or a token does not exist.
     """
-    target, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    target, (rows, width) = model.config.get_text_config(decoder=True), table_shape(model)
     target_name, depth = name_of(model), target.num_hidden_layers
     outside = [layer for layer in layers if not first_layer <= layer < depth]
     problem = None
@@ -49,10 +50,9 @@ def check_shapes(
             f"reads target hidden states of size {hidden_size}, but target {target_name!r} has hidden_size "
             f"{target.hidden_size}"
         )
-    elif embedding_size not in (None, embeddings.embedding_dim):
+    elif embedding_size not in (None, width):
         problem = (
-            f"shares token embeddings of size {embedding_size}, but those of target {target_name!r} have size "
-            f"{embeddings.embedding_dim}"
+            f"shares token embeddings of size {embedding_size}, but those of target {target_name!r} have size {width}"
         )
     elif num_layers not in (None, depth):
         problem = f"was trained for a target of {num_layers} layers, but target {target_name!r} has {depth}"
@@ -61,15 +61,14 @@ def check_shapes(
             f"reads target layers {list(layers)}, but {outside} are not among the layers 0 to {depth - 1} of target "
             f"{target_name!r}"
         )
-    elif vocab_size is not None and not may_be_padding(vocab_size, embeddings.num_embeddings):
+    elif vocab_size is not None and not may_be_padding(vocab_size, rows):
         problem = (
             f"was trained for a vocabulary of {vocab_size}, but target {target_name!r} has "
-            f"{embeddings.num_embeddings} embeddings, which is more than padding or added tokens explain"
+            f"{rows} embeddings, which is more than padding or added tokens explain"
         )
     if problem is not None:
         raise ValueError(f"Drafter {name_of(drafter)!r} {problem}. {way_out(drafter)}")
     if d2t is not None:
-        rows = embeddings.num_embeddings
         check_draft_to_target(d2t, min(vocab_size or rows, rows), name_of(drafter))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.targets.modules import apply_head, has_plain_weight
+from hf_specdec.decoding.targets.modules import apply_head, has_plain_weight, num_tokens
 from hf_specdec.drafting.registry import name_of
 
 # Largest difference that is assumed to be padding and added tokens if no tokenizers can be compared, as a share of the
@@ -112,7 +112,7 @@ def frequent_token_ids(texts: Iterable[str], tokenizer: Any, size: int) -> Tenso
         counts.update(tokenizer(text)["input_ids"])
     ends = [token for token in getattr(tokenizer, "all_special_ids", ()) if token not in counts]
     chosen = [token for token, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
-    return torch.tensor(sorted({*ends[:size], *chosen[: max(0, size - len(ends))]}), dtype=torch.int64)
+    return torch.tensor(sorted({*ends[:size], *chosen[: max(0, size - len(ends))]}), dtype=torch.int64, device="cpu")
 
 
 def draftable_rows(own_ids: Tensor, draft_vocab: Tensor | Sequence[int], vocab_size: int, name: str) -> Tensor:
@@ -203,7 +203,7 @@ def check_same_size(drafter: Any, model: PreTrainedModel, purpose: str) -> None:
         model: the target.
         purpose: what needs equal sizes, for the message.
     """
-    own, rows = drafter.config.vocab_size, model.get_input_embeddings().num_embeddings
+    own, rows = drafter.config.vocab_size, num_tokens(model)
     if own != rows:
         raise ValueError(
             f"Drafter {name_of(drafter)!r} has a vocabulary of {own}, but target "

@@ -7,16 +7,17 @@ the weights before the weights are read. `files.py` reads the files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
 from hf_specdec.methods.merged import MergedDrafter
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary tables and masks
 
 
@@ -68,6 +72,18 @@ def is_drafter(name: str) -> bool:
     return bool(found) and found[0].family != LANGUAGE_MODEL.family
 
 
+def _on_cpu(load: Callable[P, T]) -> Callable[P, T]:
+    """The same function, with new tensors in host memory whatever the default device is."""
+
+    @functools.wraps(load)
+    def loaded(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.device("cpu"):
+            return load(*args, **kwargs)
+
+    return loaded
+
+
+@_on_cpu
 def load_drafter(
     path_or_repo: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Drafter],
     target: PreTrainedModel | None = None,

@@ -47,7 +47,7 @@ from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.speed import cuda_graphs
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets.modules import is_quantised
+from hf_specdec.decoding.targets.modules import is_quantised, num_tokens
 from hf_specdec.decoding.targets.support import check_supported, keeps_states
 from hf_specdec.decoding.targets.trial import check_trees
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
@@ -233,7 +233,7 @@ class CausalLMDrafter(PublishedDrafter):
     def _row_ids(self) -> Tensor:
         """[rows] int64, the target's id of each row of its head."""
         ids = self.target_ids
-        return torch.arange(self.model.get_input_embeddings().num_embeddings) if ids is None else ids
+        return torch.arange(num_tokens(self.model), device="cpu") if ids is None else ids
 
     def _with_draft_rows(self) -> tuple[PreTrainedModel, Tensor | None]:
         """The model that drafts, and the target's ids of the rows of its head; None if it drafts all of its tokens."""
@@ -266,8 +266,7 @@ class CausalLMDrafter(PublishedDrafter):
             "Method": self.loaded_options().method,
             "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
             f"{config.hidden_size}",
-            "Vocabulary": str(self.model.get_input_embeddings().num_embeddings)
-            + ("" if self.target_ids is None else " of the target's tokens"),
+            "Vocabulary": str(num_tokens(self.model)) + ("" if self.target_ids is None else " of the target's tokens"),
         }
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -292,8 +291,8 @@ class CausalLMDrafter(PublishedDrafter):
             known["pairing"] = True
 
     def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
-        target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
-        size = model.get_input_embeddings().num_embeddings
+        target_ids, rows = self.target_ids, num_tokens(self.model)
+        size = num_tokens(model)
         if self.draft_rows is not None and (most := int(self._row_ids()[self.draft_rows[-1]])) >= size:
             raise ValueError(
                 f"draft_vocab of draft model {self.name_or_path!r} has ids up to {most}, but target {target_name!r} "
@@ -315,7 +314,7 @@ class CausalLMDrafter(PublishedDrafter):
         """Compares the sizes of the vocabularies, for pairs without two local tokenizers."""
         if self.target_ids is not None:  # a draft vocabulary is smaller on purpose
             return
-        own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
+        own, other = (num_tokens(each) for each in (self.model, model))
         if not may_be_padding(own, other):
             raise ValueError(
                 f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "
@@ -361,7 +360,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
         self.drafter, self.target, self.options = drafter, target, options
-        self.prefilled = False
+        self.num_prefilled = 0  # tokens of each row, padding included
         self.overrun = False
         self.has_nodes = False  # whether its cache holds nodes of the latest round
         self.pending: Committed | None = None  # the result of that round
@@ -375,14 +374,14 @@ class DraftModelGenerator(TreeCandidateGenerator):
             self.pending = committed
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        if self.prefilled:
+        if self.num_prefilled:
             if self.pending is not None:  # else the nodes of the latest round would be lost
                 self.keep_accepted(self.pending)
             self.drafter.keep_rows(rows, permanent=True)
         self.pending, self.has_nodes = None, False
 
     def close(self) -> None:
-        if self.prefilled:
+        if self.num_prefilled:
             self.drafter.cache.release()
 
     @property
@@ -395,11 +394,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
         The tokens that it has in addition are run with the root, in one forward.
         """
-        if self.prefilled:
+        if self.num_prefilled:
             self.drafter.cache.rollback()
         self.pending, self.has_nodes = None, False
         tree = self.draft(context)
-        if self.prefilled:
+        if self.num_prefilled:
             cache = self.drafter.cache
             cache.rollback([min(own, known) for own, known in zip(cache.row_lengths, certain, strict=True)])
         self.pending, self.has_nodes = None, False
@@ -424,11 +423,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
                     self.num_positions,
                 )
             return None
-        if not self.prefilled:
+        if not self.num_prefilled:
             if min(lengths) < 2:  # the prompt was passed as embeddings, which the draft model cannot read
                 return None
             self._prefill(context.sequences[:, : min(lengths) - 1])
-            self.prefilled = True
+            self.num_prefilled = min(lengths) - 1
         elif self.pending is not None:
             self.keep_accepted(self.pending)
         self.pending, self.has_nodes = None, True
@@ -438,6 +437,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
         if cache.keeps_states and min(lags) < max(lags):
             return self._catch_up(context, lags)
         # Rows lack different numbers of tokens; running a cached token again costs less than a mask for padding.
+        if min(lengths) - max(lags) < self.num_prefilled:  # but a row has too few: it ended, and others went on
+            self.drafter.verify(self._missing(context, lags), self.drafter.root_positions(), logits=False)
+            cache.commit_first(Counts.of([lag - 1 for lag in lags], cache.device))
+            lags = [1] * len(lags)
         steps = max(lags)
         starts = [length - steps for length in lengths]
         if starts != cache.row_lengths:
@@ -454,16 +457,19 @@ class DraftModelGenerator(TreeCandidateGenerator):
         cache.continue_round(1)
         return logits
 
-    def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
-        """Runs the missing tokens of each row, `lags` of them; with recurrent states no token can be run again."""
-        cache, device = self.drafter.cache, self.drafter.model.device
+    def _missing(self, context: DraftContext, lags: Sequence[int]) -> DraftTree:
+        """A chain of the last `lags` tokens of each row, with its last one repeated behind them."""
         columns = [
             [min(length - 1, length - lag + step) for step in range(max(lags))]
             for length, lag in zip(context.lengths, lags, strict=True)
         ]
-        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device)).to(device)
-        logits = self.drafter.verify(DraftTree.chain(token_ids), self.drafter.root_positions()).logits
-        cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
+        token_ids = context.sequences.gather(1, from_host(columns, context.sequences.device))
+        return DraftTree.chain(token_ids.to(self.drafter.model.device))
+
+    def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
+        """Runs the missing tokens of each row, `lags` of them; with recurrent states no token can be run again."""
+        logits = self.drafter.verify(self._missing(context, lags), self.drafter.root_positions()).logits
+        self.drafter.cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
         return pick(logits, from_host(list(lags), logits.device).unsqueeze(1) - 1)[:, 0]
 
     def _prefill(self, token_ids: Tensor) -> None:
@@ -577,7 +583,7 @@ class TreeGenerator(DraftModelGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
-        if self.prefilled:
+        if self.num_prefilled:
             self.cache_indices = self.cache_indices[from_host(rows, self.cache_indices.device)]
 
     def keep_accepted(self, committed: Committed) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.registry import Serving, register
 from hf_specdec.drafting.vocabulary import may_be_padding
@@ -93,7 +94,7 @@ class RestDrafter(LookupDrafter):
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError if the datastore has more ids that the target lacks than padding explains."""
-        most, rows = self.index.highest(), model.get_input_embeddings().num_embeddings
+        most, rows = self.index.highest(), num_tokens(model)
         if most >= rows and not may_be_padding(most + 1, rows):
             raise ValueError(
                 f"The datastore has token ids up to {most}, but target {model.name_or_path!r} has {rows} embeddings: "
@@ -104,7 +105,7 @@ class RestDrafter(LookupDrafter):
         """The datastore is not learnt from calls."""
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return _RestGenerator(self.index, target.model.get_input_embeddings().num_embeddings, replace(self.options))
+        return _RestGenerator(self.index, num_tokens(target.model), replace(self.options))
 
 
 class _RestGenerator(LookupGenerator):

@@ -34,7 +34,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.attention import attend
 from hf_specdec.decoding.targets.masks import additive
-from hf_specdec.decoding.targets.modules import apply_head, has_plain_weight, home_of
+from hf_specdec.decoding.targets.modules import apply_head, core_of, has_plain_weight, home_of, num_tokens
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import (
@@ -298,15 +298,16 @@ def block_embeddings(model: PreTrainedModel) -> nn.Module:
     `embed_norm`): all DFlash drafters of that target were trained on the table itself.
     """
     embeddings = model.get_input_embeddings()
-    if not hasattr(embeddings, "embed_norm"):
+    core: Any = core_of(embeddings)
+    if not hasattr(core, "embed_norm"):
         return embeddings
-    if not has_plain_weight(embeddings):
+    if not has_plain_weight(core):
         raise ValueError(
-            f"The drafter reads the table of {type(embeddings).__name__} in target {type(model).__name__} without its "
+            f"The drafter reads the table of {type(core).__name__} in target {type(model).__name__} without its "
             "norm, but that table is offloaded or quantised. Keep the target's embeddings in memory in a "
             "floating-point type."
         )
-    return nn.Embedding.from_pretrained(embeddings.weight.detach())  # shares the memory
+    return nn.Embedding.from_pretrained(core.weight.detach())  # shares the memory
 
 
 class DFlashAttention(HeadProjections):
@@ -510,7 +511,7 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
             first_layer=-1,
             d2t=self.d2t if config.maps_vocabulary else None,
         )
-        rows = model.get_input_embeddings().num_embeddings
+        rows = num_tokens(model)
         if not 0 <= config.mask_token_id < (shared := min(config.vocab_size or rows, rows)):
             raise ValueError(
                 f"Drafter {name_of(self)!r} uses mask_token_id {config.mask_token_id}, but target {name_of(model)!r} "

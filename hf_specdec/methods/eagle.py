@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets.modules import apply_head
+from hf_specdec.decoding.targets.modules import apply_head, num_tokens
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.drafting.layers import CachedAttention
@@ -161,7 +161,7 @@ class EagleDrafter(PairDrafter):
         return draft_ids if ids is None else ids[draft_ids]
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
-        own = self.to_target_ids(torch.arange(self.config.draft_vocab_size))
+        own = self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
         rows = draftable_rows(own, draft_vocab, self.config.vocab_size, name_of(self))
         self.config.draft_token_ids = own[rows].tolist()
         self._draft_ids, self._head_rows = None, CachedRows()
@@ -175,7 +175,7 @@ class EagleDrafter(PairDrafter):
     def check_target(self, model: PreTrainedModel) -> None:
         config = self.config
         check_shapes(self, model, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-        rows, ids = model.get_input_embeddings().num_embeddings, config.draft_token_ids
+        rows, ids = num_tokens(model), config.draft_token_ids
         if ids is not None and not 0 <= min(ids) <= max(ids) < rows:
             raise ValueError(
                 f"draft_token_ids of drafter {name_of(self)!r} has ids from {min(ids)} to {max(ids)}, but target "

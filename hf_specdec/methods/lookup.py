@@ -131,7 +131,7 @@ class SuffixIndex:
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the texts to a safetensors file. The ids are valid only with the same tokenizer."""
         with self._lock:
-            tokens = torch.tensor(self._tokens, dtype=torch.int32)
+            tokens = torch.tensor(self._tokens, dtype=torch.int32, device="cpu")
         save_file({"tokens": tokens}, file, metadata={"longest": str(self.longest), "max_tokens": str(self.max_tokens)})
 
     @classmethod

@@ -21,7 +21,7 @@ from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.speed.cuda_graphs import static_calls
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets.modules import apply_head
+from hf_specdec.decoding.targets.modules import apply_head, num_tokens
 from hf_specdec.decoding.targets.taps import decoder_states
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.config import TargetFields
@@ -183,7 +183,7 @@ class MedusaDrafter(PretrainedDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         if self.method == STATIC_TREE:
             heads = range(self.config.medusa_num_heads)
-            ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
+            ranks = range(min(ASSUMED_RANKS, num_tokens(target.model)))
             assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
             shape = StaticTree(self.options.rank_accuracies or assumed, self.options.node_limit, self.device)
             return StaticTreeGenerator(MedusaMarginals(self, target), shape)

@@ -292,7 +292,7 @@ class MergedGenerator(TreeCandidateGenerator):
             own = union.own.get(index, {0: 0})
             path = [own.get(node, -1) for node in union.longest_match(tokens[:-1])]
             paths.append((path + [-1] * steps)[:steps])
-        return replace(committed, features=features, tree=tree, path=torch.tensor(paths))
+        return replace(committed, features=features, tree=tree, path=torch.tensor(paths, device="cpu"))
 
     def _learn(self, committed: Committed) -> None:
         """Updates the counts from the tokens that the target chose, for nodes that were not verified too."""

@@ -30,7 +30,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.masks import SLIDING, additive
-from hf_specdec.decoding.targets.modules import apply_head, is_quantised
+from hf_specdec.decoding.targets.modules import apply_head, core_of, is_quantised
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.upstream import CACHE, load_part
 from hf_specdec.drafting.drafter import Drafter
@@ -353,7 +353,8 @@ class MTPDrafter(Drafter, nn.Module):
         return (self.num_layers if self.layout.state_normed else self.num_layers - 1,)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        if model.name_or_path != self.name_or_path or model.get_output_embeddings() is not self._borrowed[0]:
+        head = core_of(model.get_output_embeddings())
+        if model.name_or_path != self.name_or_path or head is not core_of(self._borrowed[0]):
             raise ValueError(
                 f"This drafter is the multi-token-prediction layer of target {self.name_or_path!r} as it was loaded. "
                 f"It does not draft for {model.name_or_path!r}: load_drafter('mtp', target) makes one for that."
@@ -376,7 +377,7 @@ class MTPDrafter(Drafter, nn.Module):
         return apply_head(head, self._normed(outputs))
 
     def restrict_vocabulary(self, draft_vocab: Tensor | Sequence[int]) -> None:
-        own = torch.arange(self.num_rows) if self.target_ids is None else self.target_ids
+        own = torch.arange(self.num_rows, device="cpu") if self.target_ids is None else self.target_ids
         rows = draftable_rows(own, draft_vocab, self.num_rows, str(self.name_or_path))
         if len(rows) < len(own):
             self.whole_head = self.whole_head or (self._borrowed[0] if self.head is None else self.head,)

@@ -126,7 +126,8 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
         self.table = self.drafter.table_for(logits.shape[-1], logits.device)
         if committed.tree is None:
             self.begin(logits.device)
-            self._learn_prompt(committed)
+            if committed.token_ids.shape[1] > 1:
+                self._learn_prompt(committed)
             last = committed.token_ids[:, -1:]  # prompts are padded on the left
             self._learn(last, torch.ones_like(last, dtype=torch.bool), logits[:, -1:])
             return

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.support import check_supported
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.targets.trial import check_trees
@@ -55,7 +56,7 @@ class DistillationStep(TrainingStep):
         learned = (following >= batch["first_anchor"].unsqueeze(1)) & (following < batch["length"].unsqueeze(1))
         # Read at each step: the training rows, or --start-from, replace the vocabulary after construction.
         target_ids = target_ids_of(self.draft_model)
-        vocabulary = DraftVocabulary(target_ids, self.draft_model.get_input_embeddings().num_embeddings)
+        vocabulary = DraftVocabulary(target_ids, num_tokens(self.draft_model))
         with torch.no_grad():
             target_logits, best_ids = self.reader.draft_labels(last_hidden[learned], target_ids, whole=not training)
         output = model(input_ids=vocabulary.rows(input_ids), use_cache=False)

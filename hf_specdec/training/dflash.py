@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.draft_logits import NeverProposedLogitsProcessor
 from hf_specdec.drafting.vocabulary import draft_ids_of
 from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
@@ -338,7 +339,7 @@ def default_mask_token(
     Raises:
         ValueError: there is no such id.
     """
-    rows = target.get_input_embeddings().num_embeddings
+    rows = num_tokens(target)
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id, f"{tokenizer.mask_token!r}, the tokenizer's mask token"
     free = 1 + max(tokenizer.get_vocab().values())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.methods.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
@@ -111,7 +112,7 @@ def new_drafter(
     config = target.config.get_text_config(decoder=True)
     drafter = MedusaDrafter(
         MedusaConfig(
-            vocab_size=target.get_input_embeddings().num_embeddings,
+            vocab_size=num_tokens(target),
             hidden_size=config.hidden_size,
             medusa_num_heads=num_heads,
             medusa_num_layers=num_layers,

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.registry import runs_again, unknown_name
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.training.options import Count, TrainOptions
@@ -95,7 +96,7 @@ def decoder_shape(target: PreTrainedModel, intermediate_size: int | None) -> dic
     if intermediate_size is None:
         intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {
-        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "vocab_size": num_tokens(target),
         "target_name_or_path": target.name_or_path or None,
         "hidden_size": config.hidden_size,
         "intermediate_size": intermediate_size,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.drafting.config import default_target_layer_ids
 from hf_specdec.methods.specblock.network import BlockOutput, SpecBlockConfig, SpecBlockDrafter
@@ -509,7 +510,7 @@ def _prepare(
     size = checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(
         target,
-        torch.arange(size or target.get_input_embeddings().num_embeddings),  # replaced by `_read_rows`
+        torch.arange(size or num_tokens(target)),  # replaced by `_read_rows`
         num_layers=options.layers,
         block_size=options.block_size,
         target_layer_ids=options.taps,

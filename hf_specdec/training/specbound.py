@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.methods.specbound.drafting import LayerSlices
 from hf_specdec.methods.specbound.network import (
     HEAD_KINDS,
@@ -140,7 +141,7 @@ def new_drafter(
         SpecBoundConfig(
             num_target_layers=depth,
             hidden_size=config.hidden_size,
-            vocab_size=target.get_input_embeddings().num_embeddings,
+            vocab_size=num_tokens(target),
             exit_layers=exit_layers,
             head=head,
             lora_rank=lora_rank,

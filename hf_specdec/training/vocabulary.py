@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.taps import decoder_of
 from hf_specdec.training.source import Rows
 
@@ -31,7 +32,7 @@ def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int
     Raises:
         ValueError: `size` is more than the target's vocabulary.
     """
-    rows = target.get_input_embeddings().num_embeddings
+    rows = num_tokens(target)
     if size is not None and size > rows:
         raise ValueError(
             f"--draft-vocab-size {size} is more than the {rows} tokens of target {target.name_or_path!r}: give less, "
@@ -69,7 +70,7 @@ def copy_final_norm(goal: Tensor, target: PreTrainedModel) -> None:
 
 def choose_vocabulary(rows: Rows, size: int, target: PreTrainedModel) -> Tensor:
     """[size] int64: `frequent_tokens` of the rows; prints the share of the text that they cover."""
-    vocab_size = target.get_input_embeddings().num_embeddings
+    vocab_size = num_tokens(target)
     vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
     print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of what the target wrote", flush=True)
     return vocabulary

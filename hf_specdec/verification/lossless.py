@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.relaxed import acceptance_rule
-from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.decoding.targets.modules import home_of, num_tokens
 from hf_specdec.drafting.drafter import Drafter, always_drafting, check_is_drafter
 from hf_specdec.drafting.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
@@ -311,7 +311,7 @@ def _text_of(model: PreTrainedModel, prompt: Prompt) -> Tensor:
     """Ids [1, seq] of a text without pictures."""
     if not prompt.more:
         return prompt.ids
-    count = min(24, model.get_input_embeddings().num_embeddings)
+    count = min(24, num_tokens(model))
     return torch.arange(count, device=prompt.ids.device).unsqueeze(0)
 
 
@@ -331,7 +331,7 @@ def _prompts(
     if prompts is not None and not len(prompts):
         raise ValueError("prompts is empty, so there is nothing to compare: give a text, or None for four short ones.")
     tokenizer = tokenizer or local_tokenizer(model.name_or_path)
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = num_tokens(model)
     if prompts is None and tokenizer is not None:
         prompts = PROMPTS
     elif prompts is None:

@@ -36,6 +36,7 @@ from tests.decoding.test_outputs import assert_same_cache
 from tests.method_table import METHODS, STEADY, make_dflash
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
+from tests.watched import unseen
 
 EARLY = ["dflash", "ddtree", "eagle3", "medusa", "medusa_static", "specblock"]  # draft before the outcome is read
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
@@ -251,7 +252,7 @@ def test_usual_budgets_are_captured_without_padding(budget: int) -> None:
     drafter.set_options(tree_budget=budget)
     widths = set()
     hook = target.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+        unseen(lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1])), with_kwargs=True
     )
     with hook:
         target.generate(**prompts, **(GREEDY | {"max_new_tokens": 3}), assistant_model=drafter)

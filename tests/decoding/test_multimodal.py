@@ -21,6 +21,7 @@ from tests.method_table import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import random_trees, right_for
 from tests.targets import IN_OLDEST, make_target
+from tests.watched import unseen
 
 NEW = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -87,7 +88,7 @@ def test_rows_keep_their_positions_when_others_leave(family: str) -> None:
     assert 0 in alone[0, start:].tolist(), "a row ends early"
     rows: list[int] = []
     hook = target.register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        unseen(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"]))), with_kwargs=True
     )
     assert target.generate(**inputs, **ends, assistant_model=NGramDrafter()).tolist() == alone.tolist()
     hook.remove()

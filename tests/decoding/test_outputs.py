@@ -14,6 +14,7 @@ from hf_specdec.decoding.upstream import CACHE
 from tests.method_table import METHODS, STEADY
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, fresh_target, make_target
+from tests.watched import unseen
 
 NEW = 14
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
@@ -286,7 +287,7 @@ def forwards_of(target: PreTrainedModel) -> tuple[list[tuple[int, int]], Any]:
     def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         seen.append((kwargs["input_ids"].shape[1], output.logits.shape[1]))
 
-    return seen, target.register_forward_hook(note, with_kwargs=True)
+    return seen, target.register_forward_hook(unseen(note), with_kwargs=True)
 
 
 @pytest.mark.parametrize("sees", ["nothing", "own cache", "output"])

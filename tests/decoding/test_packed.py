@@ -22,6 +22,7 @@ from hf_specdec.methods.merged import MergedDrafter
 from tests.method_table import METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target
+from tests.watched import unseen
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 pytestmark = pytest.mark.skipif(
@@ -113,7 +114,7 @@ def test_first_rounds_and_the_prefill_run_on_the_weights_and_later_rounds_on_cop
     target: PreTrainedModel, drafter: Any, multiplied: list[int]
 ) -> None:
     forwards = []
-    target.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: forwards.append(len(multiplied)))
+    target.model.layers[0].mlp.up_proj.register_forward_hook(unseen(lambda *_: forwards.append(len(multiplied))))
     generate(target, drafter)
     assert forwards[: 1 + packed.FIRST_ROUNDS] == [0] * (1 + packed.FIRST_ROUNDS)
     assert len(forwards) > 2 + packed.FIRST_ROUNDS
@@ -198,7 +199,7 @@ def test_an_error_in_a_round_leaves_the_model_as_it_was(target: PreTrainedModel,
         if len(calls) == 3:
             raise RuntimeError("in a round")
 
-    target.model.layers[1].register_forward_pre_hook(fail)
+    target.model.layers[1].register_forward_pre_hook(unseen(fail))
     with pytest.raises(RuntimeError, match="in a round"):
         generate(target, drafter)
     assert not replaced(target)

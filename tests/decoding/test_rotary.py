@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec import attach
 from hf_specdec.decoding.targets.rotary import RotaryLimit, rotary_limits
 from hf_specdec.decoding.upstream import CACHE
 from tests.method_table import METHODS
@@ -101,11 +102,15 @@ def test_rows_that_are_all_beyond_the_limit_are_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "by layer type", "Phi3"])
-def test_rows_that_pass_the_limit_in_different_rounds_are_refused(kind: str) -> None:
-    target, prompts = limited(kind), ragged_prompts()
+def test_rows_that_pass_the_limit_in_different_rounds_are_decoded_plainly(kind: str) -> None:
+    target, prompts = limited(kind), {**ragged_prompts(), "max_new_tokens": 13, "do_sample": False}
+    alone = copy.deepcopy(target).generate(**prompts)
     drafter = right_for(2, torch.zeros(3, 60, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"from position 20 on .*\[9, 4, 7\].* at most 12 new tokens"):
-        target.generate(**prompts, max_new_tokens=13, do_sample=False, assistant_model=drafter)
+    with pytest.warns(UserWarning, match=r"from position 20 on .*\[9, 4, 7\].* at most 12 new tokens.*Nothing is dra"):
+        assisted = copy.deepcopy(target).generate(**prompts, assistant_model=drafter)
+    assert assisted.tolist() == alone.tolist()
+    with attach(target, drafter), pytest.warns(UserWarning, match="from position 20 on"):
+        assert target.generate(**prompts).tolist() == alone.tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)

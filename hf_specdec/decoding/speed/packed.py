@@ -45,8 +45,8 @@ _LINEAR_FORWARD = nn.Linear.forward
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
     """Whether this build of torch has the operators on this processor, with the same results as a linear layer."""
-    weight = torch.linspace(-1, 1, 96 * 64).view(96, 64).to(dtype)
-    rows = torch.linspace(-2, 2, 128).view(1, 2, 64).to(dtype)
+    weight = torch.linspace(-1, 1, 96 * 64, device="cpu").view(96, 64).to(dtype)
+    rows = torch.linspace(-2, 2, 128, device="cpu").view(1, 2, 64).to(dtype)
     try:
         found = _multiply(_pack(weight), None, rows)
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -67,7 +67,7 @@ def _multiply(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
 
 def _contents(weight: Tensor) -> Tensor:
     """[out_features], the product with a fixed vector: a change that it does not show is smaller than rounding."""
-    index = torch.arange(weight.shape[1])
+    index = torch.arange(weight.shape[1], device=weight.device)
     return torch.mv(weight.detach(), (index.cos() + index.remainder(2) - 0.5).to(weight.dtype))
 
 

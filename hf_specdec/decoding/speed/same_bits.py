@@ -92,7 +92,7 @@ def _alike_rows(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def _alike_rows_of(layer: nn.Linear) -> int:
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, ROW_COUNTS[-1], layer.in_features, generator=draw).to(layer.weight.dtype)
+    rows = torch.randn(1, ROW_COUNTS[-1], layer.in_features, generator=draw, device="cpu").to(layer.weight.dtype)
     # Many rows are compared for each number: on some processors only one of 20 gets other bits.
     alone = torch.cat([layer(row) for row in rows.split(1, dim=1)], dim=1)
     alike = 1

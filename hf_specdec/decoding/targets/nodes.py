@@ -141,11 +141,11 @@ class NodesOfRound:
         for count in steps.unique().tolist():
             nodes = (steps == count).nonzero().squeeze(1)
             own = prefix.entries + sees[nodes].nonzero()[:, 1].view(len(nodes), count)
-            entries = torch.cat([torch.arange(length).expand(len(nodes), -1), own], 1)
-            is_first = bool((entries == torch.arange(length + count)).all())
+            entries = torch.cat([torch.arange(length, device=own.device).expand(len(nodes), -1), own], 1)
+            is_first = bool((entries == torch.arange(length + count, device=own.device)).all())
             mask = None
             if prefix.prompt_mask is not None:
-                mask = torch.ones(length + count, dtype=torch.bool)
+                mask = torch.ones(length + count, dtype=torch.bool, device=own.device)
                 mask[: prefix.prompt_mask.shape[1]] = prefix.prompt_mask[row]
             yield Paths(row, nodes, None if is_first else entries, length + count, mask)
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specdec.decoding.once import REFUSED_RUN, once_per_model, undisturbed
-from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.decoding.targets.modules import home_of, num_tokens
 from hf_specdec.decoding.targets.support import TreesRefusedError, bound_rows
 from hf_specdec.decoding.upstream import CACHE_NAMES, arguments_of_prompt, cache_name, next_inputs, prefill
 
@@ -133,8 +133,7 @@ def _ignored_arguments(model: PreTrainedModel) -> dict[str, bool]:
 @torch.no_grad()
 def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
     """Runs a step after a short text with this value, with others of its shape, and without: the same bits or not."""
-    embeddings = model.get_input_embeddings()
-    ids = (3 + torch.arange(5, device=home_of(embeddings))) % embeddings.num_embeddings
+    ids = (3 + torch.arange(5, device=home_of(model.get_input_embeddings()))) % num_tokens(model)
     ids = ids.expand(bound_rows(model) or 1, -1)
     with undisturbed(model):
         arguments = arguments_of_prompt(model, ids, torch.ones_like(ids))
@@ -146,7 +145,7 @@ def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
             found: Tensor = model(**{**inputs, **own, **more}, return_dict=True).logits
             return found
 
-        some = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        some = torch.rand(value.shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
         others = [value, torch.zeros_like(value), some.to(value)]
         without = logits()
         return all(logits(**{name: other}).equal(without) for other in others)

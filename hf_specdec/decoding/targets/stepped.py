@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_specdec.decoding.once import once_per_model, undisturbed
-from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.decoding.targets.modules import home_of, num_tokens
 from hf_specdec.decoding.targets.nodes import NodesOfRound, current_nodes, on_token_rows
 from hf_specdec.decoding.targets.recurrent import RecurrentLayer, copy_flags
 from hf_specdec.decoding.upstream import cache_name
@@ -59,11 +59,10 @@ def state_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
                     return _update(*args, **kwargs)
 
                 setattr(layer, name, recorded)
-    embeddings = model.get_input_embeddings()
-    ids = 3 + torch.arange(5, device=home_of(embeddings)).unsqueeze(0)
+    ids = 3 + torch.arange(5, device=home_of(model.get_input_embeddings())).unsqueeze(0)
     try:
         with torch.no_grad(), on_token_rows(), undisturbed(model):
-            model(input_ids=ids % embeddings.num_embeddings, use_cache=True, **{cache_name(model): cache})
+            model(input_ids=ids % num_tokens(model), use_cache=True, **{cache_name(model): cache})
     finally:
         for handle in handles:
             handle.remove()

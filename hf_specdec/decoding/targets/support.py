@@ -82,6 +82,11 @@ def why_chains_are_refused(model: PreTrainedModel, max_length: int) -> str | Non
     return None
 
 
+def ignores_cache(model: PreTrainedModel) -> bool:
+    """Whether layers ignore the cache: they do in training mode with gradient checkpointing."""
+    return model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
 def bound_rows(model: PreTrainedModel) -> int | None:
     """The number of rows that every forward must have: PEFT's `adapter_names` selects an adapter per row; else None."""
     if getattr(model, "peft_config", None) is None:  # avoids visiting all modules, which takes as long as a round

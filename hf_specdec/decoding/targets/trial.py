@@ -19,7 +19,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.cache_utils import Cache
 from transformers.generation import MaxLengthCriteria
 
-from hf_specdec.decoding import upstream
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
@@ -29,10 +28,10 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.speed import same_bits
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets import standins
+from hf_specdec.decoding.targets import hooks, standins, upstream
 from hf_specdec.decoding.targets.entries import EntriesLayer
 from hf_specdec.decoding.targets.kinds import KINDS
-from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.decoding.targets.modules import home_of, num_tokens
 from hf_specdec.decoding.targets.replay import replaying
 from hf_specdec.decoding.targets.stepped import STEPPED
 from hf_specdec.decoding.targets.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
@@ -46,6 +45,8 @@ PATHS = ((0, 1, 3), (0, 2, 5), (0, 1, 4, 6))  # from the root to every leaf
 # The largest difference of logits that rounding can explain, as a share of the largest logit. States are always
 # computed in float32. In low precision single nodes may differ by more if rounding changes which experts run.
 EXACT_SHARE, LOW_SHARE = 1e-3, 0.25
+# With functions of others in the forwards: what steering adds to the logits may be less than what a wrong layer does.
+HOOKED_SHARE = 0.05
 
 
 def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
@@ -62,9 +63,52 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
         raise TreesRefusedError(trouble)
 
 
+def check_hooks(model: PreTrainedModel, rows: int) -> bool:
+    """Whether others have put functions into the forwards of a target that see the rows of a batch (`hooks.py`).
+
+    Args:
+        model: the target.
+        rows: of the batch.
+
+    Raises:
+        TreesRefusedError: with them, the logits of a tree's nodes differ from those of plain decoding.
+    """
+    functions = hooks.foreign_functions(model)
+    if not functions:
+        return False
+    trouble = _afresh_if_hooked(_why_no_hooks, model)(model, rows, *hooks.names_of(model, functions))
+    if trouble is not None:
+        raise TreesRefusedError(trouble)
+    return not hooks.are_steady(functions)
+
+
+def _afresh_if_hooked(find: Any, model: PreTrainedModel) -> Any:
+    """A trial of `once_per_model`, or one for every call: a function of the user may do something else in each."""
+    return find if hooks.are_steady(hooks.foreign_functions(model)) else find.__wrapped__
+
+
+@once_per_model
+def _why_no_hooks(model: PreTrainedModel, rows: int, *names: str) -> str | None:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    try:
+        with undisturbed(model):
+            found, plain = _tree(model, 0, rows=rows)[list(PATHS[0])], _plain_path(model, PATHS[0], 0, rows)
+    except REFUSED_RUN as error:
+        return f"With {shown}, target {type(model).__name__} could not be run on a draft tree in a trial: {error}"
+    apart = _apart(model, found, plain, HOOKED_SHARE)
+    if apart is None:
+        return None
+    return (
+        f"With {shown}, the nodes of a draft tree get other logits from target {type(model).__name__} than in plain "
+        f"decoding (a trial found {apart:.3g}, of up to {plain.abs().max():.3g}): not all positions are treated alike. "
+        "To draft, remove it"
+    )
+
+
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why transformers' own loop cannot verify chains on a target, determined by running one; None if it can."""
-    return _why_no_chains(model) or (_why_no_chains(model, PADDING) if padded else None)
+    compare = _afresh_if_hooked(_why_no_chains, model)
+    return compare(model) or (compare(model, PADDING) if padded else None)
 
 
 def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False) -> str | None:
@@ -98,11 +142,15 @@ def _needs_trial(model: PreTrainedModel) -> bool:
     return upstream.takes_positions(model) and upstream.position_axes(model) != 1
 
 
-@once_per_model
+def _hooks_of(model: PreTrainedModel) -> tuple[str, ...]:
+    return tuple(hooks.names_of(model, functions)) if (functions := hooks.foreign_functions(model)) else ()
+
+
+@functools.partial(once_per_model, state=_hooks_of)
 def _why_no_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     """Why trees do not work; None if they do, possibly with layers that step from node to node."""
     trouble = _compare_trees(model, padding) if padding or _needs_trial(model) else None
-    if trouble is None or padding or not keeps_states(model):
+    if trouble is None or padding or not keeps_states(model) or model in STEPPED:
         return trouble
     STEPPED.add(model)
     if _compare_trees(model) is None:
@@ -129,7 +177,7 @@ def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     )
 
 
-@once_per_model
+@functools.partial(once_per_model, state=_hooks_of)
 def _why_no_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
         with undisturbed(model):
@@ -137,34 +185,34 @@ def _why_no_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
             found, plain = _forced(model, tokens, padding, drafted=True), _forced(model, tokens, padding)
     except REFUSED_RUN as error:
         return f"in a trial, several tokens in one forward after cached ones failed: {error}"
-    apart = _apart(model, found, plain)
+    apart = _apart(model, found, plain, HOOKED_SHARE if _hooks_of(model) else LOW_SHARE)
     if apart is None:
         return None
     return f"in a trial, several tokens in one forward after cached ones got logits that differ by {apart:.3g}"
 
 
-def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None:
-    """The largest difference of logits [nodes, vocab]; None if rounding explains it."""
-    apart, exact = (found - plain).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
-    wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * plain.abs().max())
+def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor, low_share: float = LOW_SHARE) -> float | None:
+    """The largest difference of logits [nodes, rows, vocab]; None if rounding explains it."""
+    exact = model.dtype in (torch.float32, torch.float64)
+    apart = (found - plain).abs().where(found != plain, 0.0).amax((1, 2))  # of two that are infinite, 0
+    wrong = ~(apart <= (EXACT_SHARE if exact else low_share) * plain[plain.isfinite()].abs().max())
     return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
 
 
-def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _tokens(model: PreTrainedModel, padding: int = 0, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """A prompt [rows, PROMPT], drafts [nodes], and the mask of the prompt, 0 at `padding` tokens."""
-    embeddings = model.get_input_embeddings()
-    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(embeddings))
-    ids = ids % embeddings.num_embeddings
-    prompt = ids[:PROMPT].expand(bound_rows(model) or 1, -1)
+    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(model.get_input_embeddings()))
+    ids = ids % num_tokens(model)
+    prompt = ids[:PROMPT].expand(bound_rows(model) or rows, -1)
     mask = torch.ones_like(prompt)
     mask[:, :padding] = 0
     return prompt, ids[PROMPT:], mask
 
 
 @torch.no_grad()
-def _tree(model: PreTrainedModel, padding: int, *, same_bits: bool = False) -> Tensor:
-    """Logits [nodes, vocab] of the nodes of a tree."""
-    target, (prompt, drafts, mask) = TargetModel(model, same_bits=same_bits), _tokens(model, padding)
+def _tree(model: PreTrainedModel, padding: int, *, same_bits: bool = False, rows: int = 1) -> Tensor:
+    """Logits [nodes, rows, vocab] of the nodes of a tree."""
+    target, (prompt, drafts, mask) = TargetModel(model, same_bits=same_bits), _tokens(model, padding, rows)
     tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=drafts.device)
     length = PROMPT + len(PARENTS)
     with target.tapping():
@@ -172,29 +220,33 @@ def _tree(model: PreTrainedModel, padding: int, *, same_bits: bool = False) -> T
         del arguments[target.cache_name]
         target.prefill(prompt, GenerationConfig(max_length=length), arguments)
         target.begin_rounds(length)
-        return target.verify(tree, target.root_positions()).logits[0]
+        return target.verify(tree, target.root_positions()).logits.transpose(0, 1)
 
 
 def _plain_tree(model: PreTrainedModel, padding: int) -> Tensor:
     """The logits of the same nodes by plain decoding, path by path."""
-    drafts = _tokens(model)[1]
     logits: dict[int, Tensor] = {}
     for path in PATHS:
-        logits |= dict(zip(path, _forced(model, drafts[list(path)], padding), strict=True))
+        logits |= dict(zip(path, _plain_path(model, path, padding), strict=True))
     return torch.stack([logits[node] for node in range(len(PARENTS))])
 
 
+def _plain_path(model: PreTrainedModel, path: tuple[int, ...], padding: int, rows: int = 1) -> Tensor:
+    return _forced(model, _tokens(model)[1][list(path)], padding, rows=rows)
+
+
 @torch.no_grad()
-def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bool = False) -> Tensor:
-    """Logits [tokens, vocab] of transformers after each token of a continuation.
+def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bool = False, rows: int = 1) -> Tensor:
+    """Logits [tokens, rows, vocab] of transformers after each token of a continuation.
 
     Args:
         model: the target.
         tokens: [tokens] int64, to follow the prompt.
         padding: of the prompt.
         drafted: in transformers' assisted loop, which verifies several tokens at once, beside wrong ones. Else plainly.
+        rows: of the batch.
     """
-    prompt, _, mask = _tokens(model, padding)
+    prompt, _, mask = _tokens(model, padding, rows)
     arguments = upstream.arguments_of_prompt(model, prompt, mask)
     length = PROMPT + len(tokens) + 1
     settings: dict[str, Any] = {
@@ -208,7 +260,7 @@ def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bo
     else:
         with nullcontext() if can_be_cut_back(model) else replaying(model, cache):
             output = upstream.assist(model, prompt, _Script(tokens.unsqueeze(0), PROMPT), **settings, **arguments)
-    return torch.stack([logits[0] for logits in output.logits[1:]])
+    return torch.stack(output.logits[1:])
 
 
 def why_unlike_plain_trees(

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets.modules import apply_head
+from hf_specdec.decoding.targets.modules import apply_head, num_tokens
 from hf_specdec.drafting.config import FeatureFields
 from hf_specdec.drafting.layers import DraftLayer, KeyValueStore
 from hf_specdec.drafting.options import TreeOptions
@@ -457,7 +457,7 @@ class SpecBlockDrafter(MappedVocabulary, PretrainedDrafter):
         return report(self, model, prompts)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        is_smaller = model.get_input_embeddings().num_embeddings < self.config.vocab_size
+        is_smaller = num_tokens(model) < self.config.vocab_size
         check_shapes(
             self,
             model,

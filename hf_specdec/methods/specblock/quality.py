@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.taps import tap_layer
 
 # The four buckets of Section 3.2; a rank above the last bound is in the last bucket.
@@ -147,8 +148,8 @@ def rank_head_quality(drafter: Any, target: PreTrainedModel, texts: Iterable[tup
             f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but there are "
             f"{buckets} true buckets: {', '.join(bucket_names())}. Only rank heads with these buckets can be compared."
         )
-    counts = torch.zeros(buckets * buckets, dtype=torch.int64)
-    slots, rows = drafter.config.block_size, target.get_input_embeddings().num_embeddings
+    counts = torch.zeros(buckets * buckets, dtype=torch.int64, device="cpu")
+    slots, rows = drafter.config.block_size, num_tokens(target)
     for ids, prompt_length in texts:
         length = len(ids)
         if not _fits_block(length, prompt_length, drafter):

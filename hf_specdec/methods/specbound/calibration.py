@@ -164,7 +164,7 @@ def exits_of(
     try:
         for row, text in zip(rows, texts, strict=True):
             decoder_states(target, torch.tensor([text[:-1]], device=target.device))
-            labels = torch.tensor(text[len(row) :])
+            labels = torch.tensor(text[len(row) :], device="cpu")
             for layer, rule in rules.items():
                 logits = drafter.exit_logits(layer, states[layer][0, len(row) - 1 :], slices)
                 confidence, likeliest = rule.confidence(logits)

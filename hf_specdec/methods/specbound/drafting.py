@@ -37,7 +37,8 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.targets.modules import home_of
+from hf_specdec.decoding.targets.hooks import foreign_functions, names_of
+from hf_specdec.decoding.targets.modules import home_of, num_tokens
 from hf_specdec.decoding.targets.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.targets.taps import decoder_of
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -299,12 +300,20 @@ def check_slices(model: PreTrainedModel) -> None:
     # Other batch sizes may round differently in low precision; a missing scale gives far larger differences.
     share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     if not apart <= max(share * largest, 2 * own):
+        names = names_of(model, foreign_functions(model))
+        reason = (
+            f"so {', '.join(names)} may change what lies between them"
+            if names
+            else (
+                "so this model computes something around its layers that the entry for "
+                f"{model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+                "(hf_specdec/methods/specbound/drafting.py) does not describe"
+            )
+        )
         raise ValueError(
             f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
-            f"from those of its complete forward (up to {largest:.3g}), so this model computes something around "
-            f"its layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
-            "(hf_specdec/methods/specbound/drafting.py) does not describe. Use a method that runs complete "
-            "forwards."
+            f"from those of its complete forward (up to {largest:.3g}; complete forwards differ by up to {own:.3g}), "
+            f"{reason}. Use a method that runs complete forwards."
         )
 
 
@@ -312,11 +321,11 @@ def check_slices(model: PreTrainedModel) -> None:
 def _try_slices(model: PreTrainedModel, slices: LayerSlices) -> tuple[float, float, float]:
     """Largest difference of logits between a chain run in slices and a complete forward, and the largest logit.
 
-    In between: the same difference of the target's own forwards, of all tokens and of each prefix. It is more than
-    rounding where one scale for a whole tensor quantises activations, and then slices differ as much.
+    In between: the same difference of complete forwards, of all tokens and of the last ones behind a cache. It is more
+    than rounding where activations are quantised, and then slices differ as much.
     """
     target, embeddings = TargetModel(model), model.get_input_embeddings()
-    token_ids = torch.arange(1, 7, device=home_of(embeddings)) % embeddings.num_embeddings
+    token_ids = torch.arange(1, 7, device=home_of(embeddings)) % num_tokens(model)
     token_ids, known = token_ids.expand(target.bound_rows or 1, -1), 3
     whole = model(input_ids=token_ids, use_cache=False).logits
     target.prefill_alone(token_ids[:, :known], max_length=token_ids.shape[1])
@@ -326,8 +335,9 @@ def _try_slices(model: PreTrainedModel, slices: LayerSlices) -> tuple[float, flo
         chain.extend(token_ids[:, node])
         chain.advance(layer)
     difference = (chain.finish() - whole[:, known:]).float().abs().max()
-    prefixes = [model(input_ids=token_ids[:, : end + 1], use_cache=False).logits[:, -1] for end in range(known, 6)]
-    own = (torch.stack(prefixes, 1) - whole[:, known:]).float().abs().max()
+    target.cache.rollback()
+    verified = target.verify(DraftTree.chain(token_ids[:, known:]), target.root_positions()).logits
+    own = (verified - whole[:, known:]).float().abs().max()
     return difference.item(), own.item(), whole.float().abs().max().item()
 
 

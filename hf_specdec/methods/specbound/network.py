@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.targets.hooks import are_steady, foreign_functions, names_of
 from hf_specdec.decoding.targets.modules import apply_head, has_plain_weight
+from hf_specdec.decoding.targets.support import ignores_cache
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import AnnealedConfidenceLogitsProcessor, check_annealing
 from hf_specdec.drafting.options import PausingOptions, is_number
@@ -409,10 +411,11 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
     def check_target(self, model: PreTrainedModel) -> None:
         """Compares sizes and a sample of the target's head, and checks that its layers can be run in slices.
 
-        Once per target, so that later calls do not wait for it.
+        Once per target, so that later calls do not wait for it, and again with functions of the user in its forwards.
         """
-        known = self.known_of(model)
-        if "fits" in known:
+        known, functions = self.known_of(model), foreign_functions(model)
+        names = ("fits", *names_of(model, functions)) if functions else ("fits",)
+        if names in known and are_steady(functions):
             return
         config = self.config
         check_shapes(
@@ -427,7 +430,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
         lm_head = model.get_output_embeddings()
         if config.target_head_sample is not None and has_plain_weight(lm_head):
             found = sample_of(lm_head.weight, config.vocab_size)
-            recorded = torch.tensor(config.target_head_sample[: len(found)])
+            recorded = torch.tensor(config.target_head_sample[: len(found)], device=found.device)
             likeness = nn.functional.cosine_similarity(found, recorded, dim=0).item()
             if not likeness >= LEAST_LIKENESS:
                 raise ValueError(
@@ -435,8 +438,9 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
                     f"{name_of(model)!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
                     f"(at least {LEAST_LIKENESS} is required). {way_out(self)}"
                 )
-        check_slices(model)
-        known["fits"] = True
+        if not ignores_cache(model):  # else `generate` refuses it
+            check_slices(model)
+            known[names] = True
 
 
 def folder_of(layer: int) -> str:

@@ -73,7 +73,9 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def observe(self, committed: Committed) -> None:
         self.last = committed
         if committed.tree is not None:
-            self.emitted = list(committed.tokens)
+            if self.drafting is not None and not self.has_drafted:
+                self._call(self.drafting.skip, self.emitted, self.signals)  # of the round before
+            self.emitted, self.has_drafted = list(committed.tokens), False
         if self.thread is not None:
             self.thread.count()
 
@@ -113,7 +115,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         )
         self.drafting = drafting = BranchDrafting(draft_model, plan)
         # Drawn from torch's global generator, so that its seed determines the drafts.
-        seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if context.choice.do_sample else 0
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
         if self.parallel and self.assisted is None and (can.host_memory or can.works_ahead):
@@ -173,9 +175,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         """Verifies while the thread drafts branches after the chains."""
-        has_drafted, self.has_drafted = self.has_drafted, False
-        if self.drafting is not None and not has_drafted:  # a round that skips drafting, with all cores
-            self._call(self.drafting.skip, self.emitted, self.signals)
+        if self.drafting is not None and not self.has_drafted:  # a round that skips drafting, with all cores
             before = torch.get_num_threads()
             torch.set_num_threads(self.threads_before or before)
             try:

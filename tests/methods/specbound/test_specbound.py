@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     DynamicCache,
     GemmaConfig,
     GemmaForCausalLM,
@@ -39,7 +40,8 @@ from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.method_table import METHODS, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, one_prompt
-from tests.watched import Watched
+from tests.verdicts import BUNDLED
+from tests.watched import Watched, unseen
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
@@ -54,7 +56,7 @@ def layer_calls(target: PreTrainedModel) -> Iterator[list[int]]:
     """Notes every call of a decoder layer, by the number of the layer."""
     calls: list[int] = []
     handles = [
-        layer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        layer.register_forward_pre_hook(unseen(lambda *_, index=index: calls.append(index)))
         for index, layer in enumerate(LayerSlices(target).layers)
     ]
     try:
@@ -546,3 +548,42 @@ def test_sampled_tokens_follow_the_target_at_the_papers_settings(sampling: str) 
     target = test_sampling.sampled_target()
     drawn = test_sampling.draw(target, torch.tensor([test_sampling.PROMPT]), sampling, METHODS["specbound"](target))
     assert_follows(test_sampling.count(drawn), test_sampling.enumerate_law(target, test_sampling.PROMPT, sampling))
+
+
+# Targets whose layers do something else in slices, and only seem to.
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.* is deprecated")
+def test_a_target_in_training_with_checkpointing_is_tried_once_its_layers_use_the_cache() -> None:
+    target = fresh_target("llama", "sdpa")
+    drafter = make_specbound(target)
+    target.gradient_checkpointing_enable()
+    target.train()
+    drafter.check_target(target)
+    with pytest.raises(ValueError, match="training mode with gradient checkpointing"):
+        target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
+    target.eval()
+    alone = target.generate(**one_prompt(), **GREEDY)
+    assert target.generate(**one_prompt(), **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_activations_that_are_quantised_are_no_fault_of_the_layout() -> None:
+    quantisation = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    target: Any = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype="float32")
+    quantisation.quantize_(target, quantisation.Int8DynamicActivationInt8WeightConfig())
+    load_drafter(BUNDLED / "specbound", target=target)
+
+
+def test_functions_that_slices_do_not_run_are_named() -> None:
+    target = fresh_target("llama", "sdpa")
+    drafter = make_specbound(target)
+    drafter.check_target(target)
+    with target.model.embed_tokens.register_forward_hook(lambda module, args, rows: -rows):  # type: ignore[union-attr]
+        drafter.check_target(target)  # slices run this module too
+
+    def negated(module: torch.nn.Module, args: Any, output: Any) -> None:
+        output.last_hidden_state = -output.last_hidden_state
+
+    found = pytest.raises(ValueError, match=r"run in slices.*negated' of model may change what lies between them")
+    with target.model.register_forward_hook(negated), found:
+        drafter.check_target(target)
