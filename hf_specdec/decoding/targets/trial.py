@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.cache_utils import Cache
 from transformers.generation import MaxLengthCriteria
 
+from hf_specdec.decoding import upstream
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
@@ -28,7 +29,7 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.speed import same_bits
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.targets import hooks, standins, upstream
+from hf_specdec.decoding.targets import hooks, standins
 from hf_specdec.decoding.targets.entries import EntriesLayer
 from hf_specdec.decoding.targets.kinds import KINDS
 from hf_specdec.decoding.targets.modules import home_of, num_tokens
