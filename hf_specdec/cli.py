@@ -63,6 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:  # the user can fix these: one line, no traceback
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
+    except (RuntimeError, MemoryError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        print(
+            f"hf-specdec: memory ran out ({reason}). Give a smaller --dtype such as bfloat16, a smaller batch, fewer "
+            "new tokens, another --device, or a smaller model.",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt as stop:
         print(f"\nhf-specdec: stopped{''.join(f': {each}' for each in stop.args)}", file=sys.stderr)
         return 130
@@ -79,6 +89,14 @@ def _run(arguments: list[str]) -> int | None:
     chosen = _parser().parse_args(arguments, argparse.Namespace(engine_options=engine_options))
     status = getattr(importlib.import_module("hf_specdec.commands"), chosen.command)(chosen)
     return status
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether memory of the host or of a device ran out; torch has a type for the latter only."""
+    return isinstance(error, MemoryError) or any(
+        words in f"{type(error).__name__} {error}"
+        for words in ("OutOfMemory", "out of memory", "can't allocate memory")
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,6 +261,9 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
     parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), or cpu")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code in the target's repository: read it first"
     )
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.drafting.registry import check_has_checkpoint, is_weightless, named_method
+from hf_specdec.drafting.registry import check_has_checkpoint, check_spelling, is_weightless, named_method
+from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source
@@ -284,6 +285,7 @@ def _check_names(arguments: argparse.Namespace) -> None:
     check_has_checkpoint(arguments.target)
     check_is_target(arguments.target, arguments.drafter)
     if named_method(arguments.drafter) is None:
+        check_spelling(arguments.drafter)
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 
@@ -291,15 +293,9 @@ def _check_names(arguments: argparse.Namespace) -> None:
 def _load_tokenizer(arguments: argparse.Namespace) -> Any:
     """The target's; loaded before its weights, so that options of the chat template are checked first."""
     _check_names(arguments)
-    try:
-        return AutoTokenizer.from_pretrained(arguments.target)
-    except (ValueError, RecursionError) as error:  # may have many lines; does not name the target
-        raise ValueError(
-            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are missing or damaged. "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
+    return target_tokenizer(arguments.target, trust_remote_code=arguments.trust_remote_code)
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:
     dtype = arguments.dtype or ("float32" if usable_device(arguments.device).type == "cpu" else "auto")
-    return placed_target(arguments.target, arguments.device, dtype)
+    return placed_target(arguments.target, arguments.device, dtype, trust_remote_code=arguments.trust_remote_code)

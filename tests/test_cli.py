@@ -131,6 +131,57 @@ def test_an_error_is_printed_in_one_line(
     assert message in printed
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5"}, "T5Config', of which transformers has no causal language model"),
+        ({"model_type": "unheard", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}},
+         "needs Python code of its own repository, which is not run unasked"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, and the maximum is 256"),
+        ({"vocab_size": 10**10}, "describes a model of 640,000,031,008 parameters, but its weight files hold 35,104"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "unheard"}, "does not describe a model of this transformers"),
+    ],
+)  # fmt: skip
+def test_target_that_no_class_describes_is_refused_in_a_short_line(
+    config: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "target/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    assert main(["generate", str(tmp_path / "target"), "ngram", "--prompt", "a", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in printed
+    assert len(printed) < 700
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "sufix"], ["generate", "TARGET", "sufix", "--prompt", "a"], ["verify", "n-gram", "ngram"]]
+)
+def test_a_name_that_is_nearly_a_drafters_is_not_looked_up_on_the_hub(
+    arguments: list[str], target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "target") if each == "TARGET" else each for each in arguments]) == 1
+    assert re.search("There is no folder '(sufix|n-gram)' here. Did you mean '(suffix|ngram)'", capsys.readouterr().err)
+    with pytest.raises(ValueError, match="Did you mean 'suffix'"):
+        load_drafter("Sufix")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\nmore"), MemoryError()])
+def test_lack_of_memory_is_reported_in_one_line(
+    error: Exception,
+    target: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lacks_memory(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(target), "to", lacks_memory)
+    assert main(["generate", str(tmp_path / "target"), "ngram", "--prompt", "a", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("hf-specdec: memory ran out (")
+
+
 @pytest.fixture
 def no_weights(target: PreTrainedModel, drafter: Path) -> None:
     """The weight files of target and drafter are empty, so that loading them fails."""

@@ -18,6 +18,7 @@ from typing import Any
 from hf_specdec import chat_template
 from hf_specdec.chat_template import Message, Thinking
 from hf_specdec.drafting.registry import unknown_name
+from hf_specdec.hub.files import read_utf8
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 # Spec-Bench's six groups: the eight categories of MT-Bench are one of them.
@@ -128,7 +129,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
     """
     prompts = []
     # Not splitlines(), which also splits at characters that JSON strings may contain.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

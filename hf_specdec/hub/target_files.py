@@ -66,7 +66,7 @@ def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
         ValueError: a file is damaged.
         OSError: a file is missing or cannot be downloaded.
     """
-    source = replace(source, revision=None)
+    source = replace(source, revision=None, subfolder="")
     config = locate_config(source, commit)
     folder = source.locate([INDEX_FILE], revision=commit)
     if (folder / INDEX_FILE).is_file():

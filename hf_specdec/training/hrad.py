@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.exchange import Committed
@@ -38,7 +38,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafting.reader import last_features
-from hf_specdec.drafting.targets import whole_target
+from hf_specdec.drafting.targets import target_tokenizer, whole_target
 from hf_specdec.hub.saving import check_free, check_writable
 from hf_specdec.methods.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL, last_layers
@@ -360,7 +360,7 @@ def main(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = target_tokenizer(options.target)
     target, draft_model = (
         whole_target(name, dtype=dtype).to(device).eval() for name in (options.target, options.draft_model)
     )
