@@ -29,6 +29,8 @@ from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from hf_specdec.version import __version__
+
 ASSISTANT = "SmolLM2-135M-Instruct"
 OWN_PARSERS = {
     "write": "hf_specdec.training.write",
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-specdec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(name: str, text: str, call: str) -> argparse.ArgumentParser:
@@ -114,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = command("inspect", "describe a drafter and its problems, without loading it", "inspect_drafter(name)")
     inspect.add_argument("drafter", help="Hub id or folder")
-    inspect.add_argument("--json", action="store_true", help="print the result as JSON")
+    _json(inspect, "the result")
     _where(inspect)
 
     convert = command(
@@ -185,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--max-time", type=number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
     )
+    _json(verify, "the report")
     _where(verify)
 
     generate = command(
@@ -207,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="use the target's chat template; auto (default): if its tokenizer has one",
     )
+    _json(generate, "texts and statistics, when all are there,")
     _writing(generate, max_new_tokens=128, default_sampling="generation config says")
 
     chat = command(
@@ -245,6 +250,10 @@ def number(kind: type[int] | type[float], least: int, most: float = sys.float_in
 
 def _overwriting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a drafter that the folder holds")
+
+
+def _json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def _where(parser: argparse.ArgumentParser) -> None:

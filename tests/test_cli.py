@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from hf_specdec import cli, load_drafter
+import hf_specdec
+from hf_specdec import Trace, cli, load_drafter
 from hf_specdec.cli import main
 from tests.method_table import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
@@ -78,6 +79,40 @@ def test_generate_prints_the_targets_own_continuation(
         printed = capsys.readouterr()
         assert printed.out.strip() == plain
         assert "mean acceptance length" in printed.err
+
+
+def test_generate_and_verify_print_json(
+    target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--max-new-tokens", "6", "--device", "cpu", "--prompt", "hello", "--json"]
+    assert main(["generate", str(tmp_path / "target"), str(drafter), *more]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    inputs = tiny_tokenizer()("hello", return_tensors="pt")
+    plain = target.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert (result["text"], result["num_tokens"]) == (tiny_tokenizer().decode(plain), len(plain))
+    assert result["stats"]["mean_acceptance_length"] >= 1
+    assert main(["verify", str(tmp_path / "target"), str(drafter), *more]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lossless"] is True
+    assert report["differences"] == {}
+
+
+def test_version_is_printed_by_the_package_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hf-specdec {hf_specdec.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "hf_specdec", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"hf-specdec {hf_specdec.__version__}\n"
+
+
+def test_statistics_and_traces_have_a_table_for_notebooks(target: PreTrainedModel) -> None:
+    drafter = make_ddtree(target)
+    drafter.trace = Trace()
+    target.generate(torch.tensor([[1, 5, 9]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert drafter.stats is not None
+    assert "<td>ddtree</td>" in drafter.stats._repr_html_()
+    assert drafter.trace._repr_html_().count("<tr>") == 1 + drafter.stats.num_spec_steps
+    assert json.loads(json.dumps(drafter.stats.to_dict()))["num_spec_steps"] == drafter.stats.num_spec_steps
 
 
 def test_verify_prints_a_verdict(
