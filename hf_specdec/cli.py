@@ -179,14 +179,18 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = command(
         "verify",
-        "check that a drafter does not change a target's output, greedy and sampled, in about a minute",
+        "check that a drafter does not change a target's output, greedy and sampled",
         "verify_lossless(model, drafter)",
     )
     _pair(verify)
     verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
     verify.add_argument("--max-new-tokens", type=number(int, 1), default=48, help="default: %(default)s")
     verify.add_argument(
-        "--max-time", type=number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
+        "--max-time",
+        type=number(float, 0),
+        default=60.0,
+        metavar="SECONDS",
+        help="no step begins after it; default: %(default)s",
     )
     _json(verify, "the report")
     _where(verify)

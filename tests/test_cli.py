@@ -372,7 +372,7 @@ def test_a_missing_package_is_reported_in_one_line(
     chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 1000)
     assert main(["train", "--target", "target", "--output", "out", "--text", "text.txt"]) == 1
-    assert "the package datasets, which is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
+    assert "the package datasets, which is not installed: pip install '.[train]' in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

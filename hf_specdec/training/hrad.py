@@ -48,6 +48,7 @@ from hf_specdec.training.options import CommandOptions, Count, Positive, Share, 
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width, opening
 from hf_specdec.training.text import Corpus, chosen_corpus
+from hf_specdec.version import install_command
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -236,7 +237,7 @@ def _smote() -> Any:
         from imblearn.over_sampling import SMOTE
     except ImportError as error:
         raise ImportError(
-            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting works without it."
+            f"Training H-RAD needs imbalanced-learn: {install_command('train')}. Drafting works without it."
         ) from error
     return SMOTE
 
