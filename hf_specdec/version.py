@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 def install_command(extra: str = "") -> str:
     """The command that installs the package, with an extra; no index has the package, so it runs in a checkout.
 
-    Example:
+    Examples:
         >>> install_command("train")
         "pip install '.[train]' in a checkout of hf_specdec"
     """

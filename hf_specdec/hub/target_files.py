@@ -108,7 +108,7 @@ def dequantised(
     Raises:
         ValueError: the sizes do not fit together, or a tensor is of another type than floating point without scales.
 
-    Example:
+    Examples:
         >>> stored = {"x.weight": torch.ones(2, 3), "x.weight_scale_inv": torch.tensor([[2.0, 4.0]])}
         >>> dequantised(stored, {"quantization_config": {"weight_block_size": [2, 2]}}, torch.float32, "x")["x.weight"]
         tensor([[2., 2., 4.],

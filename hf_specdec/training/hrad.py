@@ -314,7 +314,7 @@ def confusion(h_rad: HRAD, examples: Examples) -> Tensor:
 def confusion_table(matrix: Tensor) -> str:
     """A confusion matrix to print, with the F1 score of each class.
 
-    Example:
+    Examples:
         >>> print(confusion_table(torch.tensor([[8, 2, 0], [1, 1, 2], [0, 0, 5]])))
                       all reject   partial  all accept          F1
         all reject             8         2           0        0.84

@@ -268,7 +268,7 @@ def verify_lossless(
             prompt; a prompt is neither text nor ids.
         TypeError: `model` is not a model, or `drafter` not a drafter.
 
-    Example:
+    Examples:
         >>> from hf_specdec.methods.lookup import NGramDrafter
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
