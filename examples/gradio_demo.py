@@ -1,6 +1,6 @@
 """The same prompt in the browser, decoded plainly and speculatively side by side.
 
-`pip install "hf_specdec[gradio]"`, then `python examples/gradio_demo.py`: a small assistant (`bundle.py`). The two take
+`pip install ".[gradio]"`, then `python examples/gradio_demo.py`: a small assistant (`bundle.py`). The two take
 turns on the machine, and the one with less time goes next, so that neither slows the other down. Each clock counts only
 its own turns: the time of whole calls up to the token shown.
 """
@@ -183,7 +183,7 @@ def gradio_module() -> Any:
         import gradio
     except ImportError as error:
         raise ImportError(
-            f"The page is built with gradio ({error}): pip install 'hf_specdec[gradio]'. Without it, `python "
+            f"The page is built with gradio ({error}): pip install '.[gradio]'. Without it, `python "
             "examples/quickstart.py` compares ways of decoding in the terminal, and `hf-specdec bench` draws them."
         ) from error
     return gradio

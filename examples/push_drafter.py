@@ -36,12 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         drafter.config.target_name_or_path = arguments.target
     if arguments.target_revision:
         drafter.config.target_revision = arguments.target_revision
-    commit = drafter.push_to_hub(
-        arguments.repo,
-        private=arguments.private or None,
-        license=arguments.license,
-        tag=arguments.tag,
-    )
+    try:
+        commit = drafter.push_to_hub(
+            arguments.repo,
+            private=arguments.private or None,
+            license=arguments.license,
+            tag=arguments.tag,
+        )
+    except (OSError, ValueError) as error:  # such as a tag that exists; says what was uploaded, and the way out
+        raise SystemExit(f"{error}") from error
     print(f"Published: {commit.commit_url}")
 
 

@@ -10,6 +10,7 @@ where it gains most; with `tree_budget="auto"`, a round drafts as much as pays f
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ def short(completions: list[list[dict[str, str]]], **others: object) -> list[flo
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for drafted in (False, True):
         model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(model_folder())

@@ -24,7 +24,7 @@ def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
     Returns:
         0 if an outcome was seen whose probability is 0.
 
-    Example:
+    Examples:
         >>> p_value({"a": 500, "b": 500}, {"a": 0.5, "b": 0.5})
         1.0
         >>> p_value({"a": 600, "b": 400}, {"a": 0.5, "b": 0.5}) < 1e-9

@@ -29,6 +29,8 @@ from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from hf_specdec.version import __version__
+
 ASSISTANT = "SmolLM2-135M-Instruct"
 OWN_PARSERS = {
     "write": "hf_specdec.training.write",
@@ -63,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:  # the user can fix these: one line, no traceback
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
+    except (RuntimeError, MemoryError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        print(
+            f"hf-specdec: memory ran out ({reason}). Give a smaller --dtype such as bfloat16, a smaller batch, fewer "
+            "new tokens, another --device, or a smaller model.",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt as stop:
         print(f"\nhf-specdec: stopped{''.join(f': {each}' for each in stop.args)}", file=sys.stderr)
         return 130
@@ -81,10 +93,19 @@ def _run(arguments: list[str]) -> int | None:
     return status
 
 
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether memory of the host or of a device ran out; torch has a type for the latter only."""
+    return isinstance(error, MemoryError) or any(
+        words in f"{type(error).__name__} {error}"
+        for words in ("OutOfMemory", "out of memory", "can't allocate memory")
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-specdec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(name: str, text: str, call: str) -> argparse.ArgumentParser:
@@ -96,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = command("inspect", "describe a drafter and its problems, without loading it", "inspect_drafter(name)")
     inspect.add_argument("drafter", help="Hub id or folder")
-    inspect.add_argument("--json", action="store_true", help="print the result as JSON")
+    _json(inspect, "the result")
     _where(inspect)
 
     convert = command(
@@ -158,15 +179,20 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = command(
         "verify",
-        "check that a drafter does not change a target's output, greedy and sampled, in about a minute",
+        "check that a drafter does not change a target's output, greedy and sampled",
         "verify_lossless(model, drafter)",
     )
     _pair(verify)
     verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
     verify.add_argument("--max-new-tokens", type=number(int, 1), default=48, help="default: %(default)s")
     verify.add_argument(
-        "--max-time", type=number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
+        "--max-time",
+        type=number(float, 0),
+        default=60.0,
+        metavar="SECONDS",
+        help="no step begins after it; default: %(default)s",
     )
+    _json(verify, "the report")
     _where(verify)
 
     generate = command(
@@ -189,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="use the target's chat template; auto (default): if its tokenizer has one",
     )
+    _json(generate, "texts and statistics, when all are there,")
     _writing(generate, max_new_tokens=128, default_sampling="generation config says")
 
     chat = command(
@@ -229,6 +256,10 @@ def _overwriting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a drafter that the folder holds")
 
 
+def _json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
 def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="of the drafter: branch, tag or commit on the Hub")
     parser.add_argument("--local-files-only", action="store_true", help="use only files in the Hub cache")
@@ -243,6 +274,9 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
     parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), or cpu")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code in the target's repository: read it first"
     )
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.drafting.registry import check_has_checkpoint, is_weightless, named_method
+from hf_specdec.drafting.registry import check_has_checkpoint, check_spelling, is_weightless, named_method
+from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source
@@ -125,8 +126,15 @@ def verify(arguments: argparse.Namespace) -> int:
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     report = verify_lossless(
-        model, drafter, arguments.prompts, max_new_tokens=arguments.max_new_tokens, max_time_s=arguments.max_time
+        model,
+        drafter,
+        arguments.prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        max_time_s=arguments.max_time,
+        verbose=not arguments.json,
     )
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
     return 0 if report else 1
 
 
@@ -151,14 +159,39 @@ def generate(arguments: argparse.Namespace) -> None:
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     torch.manual_seed(arguments.seed)
-    model.generate(
+    output = model.generate(
         **inputs.to(model.device),
         **_sampling(arguments),
         assistant_model=drafter,
         max_new_tokens=arguments.max_new_tokens,
-        streamer=TextStreamer(tokenizer),
+        streamer=None if arguments.json else TextStreamer(tokenizer),
     )
-    print(drafter.stats, file=sys.stderr)
+    if arguments.json:
+        new = output[0, inputs["input_ids"].shape[1] :].tolist()
+        _print_json([_result(prompts[0], tokenizer.decode(new), len(new), drafter)])
+        return
+    num_tokens = output.shape[1] - inputs["input_ids"].shape[1]
+    print(drafter.stats, _speed(num_tokens, drafter), sep="\n", file=sys.stderr)
+
+
+def _speed(num_tokens: int, drafter: Drafter) -> str:
+    """The speed of the last call, in a line; the first call of a process is slower than later ones."""
+    stats = drafter.stats
+    assert stats is not None, "a call leaves its statistics"
+    rate = num_tokens / stats.total_time_s if stats.total_time_s else 0.0
+    return (
+        f"{num_tokens} tokens in {stats.total_time_s:.2f} s, {rate:.1f} tokens/s, mean acceptance length "
+        f"{stats.mean_acceptance_length:.2f}"
+    )
+
+
+def _result(prompt: str, text: str, num_tokens: int, drafter: Drafter) -> dict[str, Any]:
+    assert drafter.stats is not None, "a call leaves its statistics"
+    return {"prompt": prompt, "text": text, "num_tokens": num_tokens, "stats": drafter.stats.to_dict()}
+
+
+def _print_json(results: list[dict[str, Any]]) -> None:
+    print(json.dumps(results, indent=2))
 
 
 def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -> None:
@@ -166,16 +199,24 @@ def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -
     conversation = _conversation(arguments, tokenizer)
 
     def write(piece: str, drafted: bool) -> None:
-        print(piece, end="", flush=True)
+        if not arguments.json:
+            print(piece, end="", flush=True)
 
+    results = []
     for prompt in prompts:
-        if len(prompts) > 1:
+        if len(prompts) > 1 and not arguments.json:
             print(f"> {prompt}", flush=True)
         answer = conversation.ask(prompt, write)
-        print(flush=True)
-        print(conversation.drafter.stats, file=sys.stderr)
+        drafter = conversation.drafter
+        if arguments.json:
+            results.append(_result(prompt, answer.text, answer.num_tokens, drafter))
+        else:
+            print(flush=True)
+            print(drafter.stats, _speed(answer.num_tokens, drafter), sep="\n", file=sys.stderr)
         if answer.interrupted:
             raise KeyboardInterrupt
+    if arguments.json:
+        _print_json(results)
 
 
 def chat(arguments: argparse.Namespace) -> None:
@@ -284,6 +325,7 @@ def _check_names(arguments: argparse.Namespace) -> None:
     check_has_checkpoint(arguments.target)
     check_is_target(arguments.target, arguments.drafter)
     if named_method(arguments.drafter) is None:
+        check_spelling(arguments.drafter)
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 
@@ -291,15 +333,9 @@ def _check_names(arguments: argparse.Namespace) -> None:
 def _load_tokenizer(arguments: argparse.Namespace) -> Any:
     """The target's; loaded before its weights, so that options of the chat template are checked first."""
     _check_names(arguments)
-    try:
-        return AutoTokenizer.from_pretrained(arguments.target)
-    except (ValueError, RecursionError) as error:  # may have many lines; does not name the target
-        raise ValueError(
-            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are missing or damaged. "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
+    return target_tokenizer(arguments.target, trust_remote_code=arguments.trust_remote_code)
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:
     dtype = arguments.dtype or ("float32" if usable_device(arguments.device).type == "cpu" else "auto")
-    return placed_target(arguments.target, arguments.device, dtype)
+    return placed_target(arguments.target, arguments.device, dtype, trust_remote_code=arguments.trust_remote_code)

@@ -130,7 +130,7 @@ def attach(model: Any, drafter: Drafter) -> ExitStack:
         TypeError: one of the two has another type.
         ValueError: the drafter is not for this target.
 
-    Example:
+    Examples:
         >>> attach(model, load_drafter("owner/drafter", target=model))  # doctest: +SKIP
         >>> with attach(model, load_drafter("ngram")):  # doctest: +SKIP
         ...     trainer.train()

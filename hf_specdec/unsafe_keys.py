@@ -48,7 +48,7 @@ def listed(items: list[str]) -> str:
 def without_unsafe_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
     """A config without the dropped keys, and the list of dropped keys with a value that is reported.
 
-    Example:
+    Examples:
         >>> without_unsafe_keys({"hidden_size": 8, "text_config": {"_attn_implementation": "owner/kernel"}})
         ({'hidden_size': 8, 'text_config': {}}, ["text_config._attn_implementation='owner/kernel'"])
     """

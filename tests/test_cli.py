@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from hf_specdec import cli, load_drafter
+import hf_specdec
+from hf_specdec import Trace, cli, load_drafter
 from hf_specdec.cli import main
 from tests.method_table import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
@@ -80,6 +81,40 @@ def test_generate_prints_the_targets_own_continuation(
         assert "mean acceptance length" in printed.err
 
 
+def test_generate_and_verify_print_json(
+    target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--max-new-tokens", "6", "--device", "cpu", "--prompt", "hello", "--json"]
+    assert main(["generate", str(tmp_path / "target"), str(drafter), *more]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    inputs = tiny_tokenizer()("hello", return_tensors="pt")
+    plain = target.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert (result["text"], result["num_tokens"]) == (tiny_tokenizer().decode(plain), len(plain))
+    assert result["stats"]["mean_acceptance_length"] >= 1
+    assert main(["verify", str(tmp_path / "target"), str(drafter), *more]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lossless"] is True
+    assert report["differences"] == {}
+
+
+def test_version_is_printed_by_the_package_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hf-specdec {hf_specdec.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "hf_specdec", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"hf-specdec {hf_specdec.__version__}\n"
+
+
+def test_statistics_and_traces_have_a_table_for_notebooks(target: PreTrainedModel) -> None:
+    drafter = make_ddtree(target)
+    drafter.trace = Trace()
+    target.generate(torch.tensor([[1, 5, 9]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert drafter.stats is not None
+    assert "<td>ddtree</td>" in drafter.stats._repr_html_()
+    assert drafter.trace._repr_html_().count("<tr>") == 1 + drafter.stats.num_spec_steps
+    assert json.loads(json.dumps(drafter.stats.to_dict()))["num_spec_steps"] == drafter.stats.num_spec_steps
+
+
 def test_verify_prints_a_verdict(
     target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +164,57 @@ def test_an_error_is_printed_in_one_line(
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("hf-specdec: ")
     assert message in printed
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5"}, "T5Config', of which transformers has no causal language model"),
+        ({"model_type": "unheard", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}},
+         "needs Python code of its own repository, which is not run unasked"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, and the maximum is 256"),
+        ({"vocab_size": 10**10}, "describes a model of 640,000,031,008 parameters, but its weight files hold 35,104"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "unheard"}, "does not describe a model of this transformers"),
+    ],
+)  # fmt: skip
+def test_target_that_no_class_describes_is_refused_in_a_short_line(
+    config: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "target/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    assert main(["generate", str(tmp_path / "target"), "ngram", "--prompt", "a", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in printed
+    assert len(printed) < 700
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "sufix"], ["generate", "TARGET", "sufix", "--prompt", "a"], ["verify", "n-gram", "ngram"]]
+)
+def test_a_name_that_is_nearly_a_drafters_is_not_looked_up_on_the_hub(
+    arguments: list[str], target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "target") if each == "TARGET" else each for each in arguments]) == 1
+    assert re.search("There is no folder '(sufix|n-gram)' here. Did you mean '(suffix|ngram)'", capsys.readouterr().err)
+    with pytest.raises(ValueError, match="Did you mean 'suffix'"):
+        load_drafter("Sufix")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\nmore"), MemoryError()])
+def test_lack_of_memory_is_reported_in_one_line(
+    error: Exception,
+    target: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lacks_memory(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(target), "to", lacks_memory)
+    assert main(["generate", str(tmp_path / "target"), "ngram", "--prompt", "a", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("hf-specdec: memory ran out (")
 
 
 @pytest.fixture
@@ -286,7 +372,7 @@ def test_a_missing_package_is_reported_in_one_line(
     chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 1000)
     assert main(["train", "--target", "target", "--output", "out", "--text", "text.txt"]) == 1
-    assert "the package datasets, which is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
+    assert "the package datasets, which is not installed: pip install '.[train]' in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -105,9 +105,9 @@ def test_without_gradio_the_extra_is_named_before_a_model_is_loaded(
     with pytest.raises(SystemExit):
         demo.main(["--model", "nowhere/at-all"])
     told = capsys.readouterr().err
-    assert "pip install 'hf_specdec[gradio]'" in told
+    assert "pip install '.[gradio]'" in told
     assert "examples/quickstart.py" in told  # what works without
-    with pytest.raises(ImportError, match=r"hf_specdec\[gradio\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[gradio\]'"):
         demo.page(make_target(), tiny_tokenizer(), METHODS["ngram"](make_target()), [PROMPT])
 
 

@@ -91,7 +91,7 @@ class Cost:
 def size_of(tensor: Tensor) -> int:
     """Bytes of memory that a tensor covers; expanded dimensions count once.
 
-    Example:
+    Examples:
         >>> size_of(torch.zeros(3, 1).expand(3, 5))
         12
     """

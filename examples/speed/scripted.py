@@ -144,7 +144,7 @@ NETWORKS: dict[str, Callable[[PreTrainedModel], Any]] = {"dflash": dflash_networ
 def rate_for(mean_acceptance_length: float, depth: int) -> float:
     """The acceptance probability per depth that gives this mean acceptance length on a path of `depth` nodes.
 
-    Example:
+    Examples:
         >>> round(rate_for(3.0, depth=2), 3)
         1.0
         >>> 0.8 < rate_for(6.5, depth=15) < 0.9

@@ -7,6 +7,7 @@ bundled drafters; `--quick` takes a few minutes. In Python: `benchmark(target, d
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder for records and report (default: benchmark; with --from-records the folder of that file)",
     )
     out.add_argument("--from-records", type=Path, help="measure nothing: make the report again from this .jsonl file")
+    out.add_argument("--json", action="store_true", help="print the records as a JSON list, not their files and report")
     return options
 
 
@@ -92,16 +94,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = vars(parser().parse_args(given))
-    source, folder = arguments.pop("from_records"), arguments.pop("output")
+    source, folder, as_json = (arguments.pop(name) for name in ("from_records", "output", "json"))
     try:
         if source is None:
             folder = folder or Path("benchmark")
             made = benchmark(**arguments, output=folder, command=shlex.join(["hf-specdec", "bench", *given]))
-            print(markdown(made), file=sys.stderr)
+            if not as_json:
+                print(markdown(made), file=sys.stderr)
         else:
             folder = folder or source.parent
-            write_reports(records.read(source), folder)
-        print(folder / "report.jsonl", folder / "report.md", sep="\n")
+            made = records.read(source)
+            write_reports(made, folder)
+        if as_json:
+            print(json.dumps([json.loads(records.line(record)) for record in made], indent=2))
+        else:
+            print(folder / "report.jsonl", folder / "report.md", sep="\n")
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-specdec bench: {error}", file=sys.stderr)
         return 2

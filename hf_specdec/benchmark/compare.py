@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_specdec
 from hf_specdec.benchmark import records, variants
@@ -29,6 +29,7 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import Chat, Thinking, uses_template
 from hf_specdec.drafting.drafter import Drafter
+from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import placed_target
 from hf_specdec.hub.saving import check_writable, going_on
@@ -117,7 +118,7 @@ def benchmark(
         raise ValueError(f"{given[0]!r} is for a target given by its name, but {name!r} is loaded: leave it out.")
     else:
         model = target
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    tokenizer = tokenizer or target_tokenizer(name)
     settings = Settings(
         temperatures=tuple(temperature or (0.0, 1.0)),
         batch_sizes=tuple(batch_size or (1,)),

@@ -39,7 +39,7 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """Of at least one value.
 
-        Example:
+        Examples:
             >>> Spread.of([3.0, 1.0, 2.0])
             Spread(median=2.0, low=1.0, high=3.0)
         """

@@ -18,6 +18,8 @@ from typing import Any
 from hf_specdec import chat_template
 from hf_specdec.chat_template import Message, Thinking
 from hf_specdec.drafting.registry import unknown_name
+from hf_specdec.hub.files import read_utf8
+from hf_specdec.version import install_command
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 # Spec-Bench's six groups: the eight categories of MT-Bench are one of them.
@@ -128,7 +130,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
     """
     prompts = []
     # Not splitlines(), which also splits at characters that JSON strings may contain.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -180,8 +182,8 @@ def read_named(name: str, known: NamedSet) -> list[Prompt]:
         rows = load_dataset(known.repo, known.config, split=known.split, **files)
     except ImportError as error:  # `datasets`, or a package that it imports for downloads but does not require
         raise ImportError(
-            f"The prompt set {name!r} is read with `datasets` and, from a URL, `aiohttp`, but {error}: pip install "
-            "'hf_specdec[bench]'. Prompts from a JSONL file need neither."
+            f"The prompt set {name!r} is read with `datasets` and, from a URL, `aiohttp`, but {error}: "
+            f"{install_command('bench')}. Prompts from a JSONL file need neither."
         ) from error
     except (OSError, ValueError) as error:  # `datasets` raises ValueError if its cache lacks the set
         raise OSError(

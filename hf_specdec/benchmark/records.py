@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from hf_specdec.hub.files import read_utf8
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -155,7 +157,7 @@ def read(path: Path) -> list[Record]:
     """
     records: list[Record] = []
     # Not splitlines(), which also splits at characters that JSON strings may contain.
-    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, text in enumerate(read_utf8(path).split("\n"), start=1):
         if not text:
             continue
         try:

@@ -31,7 +31,7 @@ def _identical(figures: Figures) -> str:
 def milliseconds(seconds: float) -> str:
     """Seconds, in milliseconds with three significant digits.
 
-    Example:
+    Examples:
         >>> milliseconds(0.01234), milliseconds(0.5), milliseconds(0.00000123)
         ('12.3', '500', '0.00123')
     """
@@ -117,7 +117,7 @@ def markdown(records: Iterable[Record]) -> str:
 def chart(speedups: dict[str, float]) -> list[str]:
     """Bars of the speedups over plain decoding, the largest first; a bar of 20 characters is 1x.
 
-    Example:
+    Examples:
         >>> chart({"ngram": 0.5, "ddtree": 1.25})
         ['ddtree  █████████████████████████ 1.25x', 'ngram   ██████████ 0.50x']
     """

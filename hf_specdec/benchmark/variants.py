@@ -104,7 +104,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: an option has no value.
 
-    Example:
+    Examples:
         >>> parse("examples/tiny-code/dflash:tree_budget=31,method=ddtree")
         ('examples/tiny-code/dflash', {'tree_budget': 31, 'method': 'ddtree'})
         >>> parse("me/drafter:branching=[2, 4, 6, 4]")

@@ -566,7 +566,7 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         path [batch, max_depth + 1], number of accepted nodes [batch], root excluded, and bonus_ids [batch], all int64.
         For a row without a choice at the root the number is -1, and the other two are undefined.
 
-    Example:
+    Examples:
         >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
         >>> follow(tree, torch.tensor([[2, 9, 3, 5]]))
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))

@@ -32,7 +32,7 @@ from hf_specdec.decoding.user_code import late_criteria, user_code
 def best_path(tree: DraftTree) -> list[int]:
     """The likeliest path of a tree with one row, root first: the first child of each node, as nodes are sorted.
 
-    Example:
+    Examples:
         >>> best_path(DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 1]]))
         [0, 1, 3]
     """

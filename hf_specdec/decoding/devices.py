@@ -60,7 +60,7 @@ RULES: dict[str, Callable[[torch.device], Abilities]] = {"cpu": lambda _: _CPU, 
 def abilities(device: torch.device) -> Abilities:
     """What `device` can do.
 
-    Example:
+    Examples:
         >>> abilities(torch.device("cpu")).float64
         True
     """
@@ -93,7 +93,7 @@ class ToHost:
     Args:
         tensor: must not be written to afterwards.
 
-    Example:
+    Examples:
         >>> ToHost(torch.tensor([[3, 1]])).tolist()
         [[3, 1]]
     """

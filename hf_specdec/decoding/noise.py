@@ -74,7 +74,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     With independent E ~ Exp(1), p / E is largest at a token with its probability p, as in Gumbel-max.
     `torch.multinomial` draws the same way, but on CUDA it reads a check of its input in the oldest supported torch.
 
-    Example:
+    Examples:
         >>> draw(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor([1, 0])
     """
@@ -84,7 +84,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def _hash(numbers: Tensor) -> Tensor:
     """The output function of SplitMix64, written over `numbers`, int64.
 
-    Example:
+    Examples:
         >>> [hex(number % 2**64) for number in _hash(torch.tensor([1, 2]) * STEP).tolist()]  # from the seed 0
         ['0xe220a8397b1dcdaf', '0x6e789e6aa1b965f4']
     """

@@ -57,7 +57,7 @@ class Relaxed(ABC):
         Returns:
             [batch, nodes] int64.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_lists([[7, 1, 2]], [[-1, 0, 1]])
             >>> scores = torch.tensor([[0.4, 0.6, 0.0], [0.6, 0.0, 0.4], [1.0, 0.0, 0.0]]).log().unsqueeze(0)
             >>> Typical().choices(tree, scores, torch.tensor([[0, 0, 0]]), None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +20,12 @@ logger = logging.getLogger(__name__)
 
 # The stages of a call, in order; work after the last round belongs to none of them.
 STAGES = ("prefill", "draft", "tree", "verify", "accept", "commit")
+# The properties in `SpeculationStats.to_dict`.
+DERIVED = (
+    "num_spec_steps", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate",
+    "acceptance_histogram", "layers_per_token", "stage_time_s", "draft_time_s", "continuous_acceptance_length",
+    "overlap_efficiency", "rollback_rate",
+)  # fmt: skip
 
 
 @dataclass
@@ -255,6 +263,25 @@ class SpeculationStats(Observer):
                 "or in float32."
             )
         warnings.warn(f"{message} {remedy}", stacklevel=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and times, and what follows from them, as numbers, texts, lists and dictionaries, as for JSON."""
+        counts = {each.name: getattr(self, each.name) for each in fields(self)}
+        counts["by_source"] = {name: asdict(each) for name, each in self.by_source.items()}
+        return counts | {name: getattr(self, name) for name in DERIVED}
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        rows = {
+            "method": self.method,
+            "tokens per round": f"{self.mean_acceptance_length:.2f}",
+            "rounds": self.num_spec_steps,
+            "drafted tokens accepted": f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens}",
+            "seconds": f"{self.total_time_s:.2f}",
+            **{f"seconds of {stage}": f"{seconds:.2f}" for stage, seconds in self.stage_time_s.items()},
+        }
+        lines = (f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in rows.items())
+        return f"<table>{''.join(lines)}</table>"
 
     def __str__(self) -> str:
         share = self.draft_time_s / self.total_time_s if self.total_time_s else 0.0

@@ -19,7 +19,7 @@ class Stopwatch:
     Args:
         device: runs the work.
 
-    Example:
+    Examples:
         >>> watch = Stopwatch("cpu")
         >>> watch.lap("draft")
         >>> watch.lap("verify")

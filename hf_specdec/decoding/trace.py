@@ -129,3 +129,13 @@ class Trace(Observer):
             if traced.row == row:
                 tokens += traced.tokens
         return tokens
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: a line per round, in token ids. `hf_specdec.visualize` draws them."""
+        names = ("round", "row", "position", "drafted nodes", "accepted", "bonus token")
+        lines = ["".join(f"<th>{name}</th>" for name in names)]
+        for number, traced in enumerate(self.rounds):
+            accepted = " ".join(str(traced.token_ids[node]) for node in traced.path)
+            values = (number, traced.row, traced.position, len(traced.token_ids) - 1, accepted, traced.bonus_id)
+            lines.append("".join(f"<td>{value}</td>" for value in values))
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -82,7 +82,7 @@ class DraftTree:
             finite: see `DraftTree.finite`.
             path_logprobs: see `DraftTree.path_logprobs`.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
             >>> tree.depths
             tensor([[0, 1, 1, 2]])
@@ -117,7 +117,7 @@ class DraftTree:
             path_logprobs: per row as `DraftTree.path_logprobs`, without padding.
             device: of the tree's tensors.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_lists([[7, 1, 2, 3], [8, 4]], [[-1, 0, 0, 2], [-1, 0]])
             >>> tree.depths.tolist(), tree.valid.int().tolist()
             ([[0, 1, 1, 2], [0, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -187,7 +187,7 @@ class DraftTree:
     def first_nodes(self, count: int) -> DraftTree:
         """The root and the first `count` drafted nodes; they are a tree too, since parents come before children.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]])
             >>> tree.first_nodes(2).token_ids
             tensor([[7, 1, 2]])
@@ -210,7 +210,7 @@ class DraftTree:
     def without_descendants(self, nodes: Tensor) -> DraftTree:
         """The same tree without the descendants of these `nodes` [batch, nodes] bool, which themselves remain.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 1, 0]])
             >>> tree.without_descendants(torch.tensor([[False, True, False, False]])).valid.int()
             tensor([[1, 1, 0, 1]], dtype=torch.int32)
@@ -223,7 +223,7 @@ class DraftTree:
     def with_padding(self, nodes: int) -> DraftTree:
         """The same tree with `nodes` padding nodes appended: invalid children of the root with the root's token.
 
-        Example:
+        Examples:
             >>> DraftTree.root_only(torch.tensor([7])).with_padding(1).valid
             tensor([[ True, False]])
         """
@@ -251,7 +251,7 @@ class DraftTree:
     def without_drafts(self, rows: Tensor) -> DraftTree:
         """The same tree without drafts in `rows` [batch] bool: all other nodes become padding, `finite` becomes False.
 
-        Example:
+        Examples:
             >>> tree = DraftTree.from_lists([[7, 1], [8, 4]], [[-1, 0], [-1, 0]])
             >>> tree = tree.without_drafts(torch.tensor([False, True]))
             >>> tree.token_ids.tolist(), tree.valid.int().tolist()
@@ -281,7 +281,7 @@ class DraftTree:
     def read(self) -> list[tuple[list[int], list[int], list[int], list[float] | None]]:
         """Of each row `token_ids`, `parents`, `valid` and `path_logprobs` on the host, in one transfer.
 
-        Example:
+        Examples:
             >>> DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]]).read()
             [([7, 1, 2, 3], [-1, 0, 0, 2], [1, 1, 1, 1], None)]
         """
@@ -315,7 +315,7 @@ def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | N
 
     `torch.tensor(values, device=...)` would wait for the copy.
 
-    Example:
+    Examples:
         >>> from_host([3, 1], "cpu")
         tensor([3, 1])
     """
@@ -328,7 +328,7 @@ def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | N
 def pick(values: Tensor, nodes: Tensor) -> Tensor:
     """`values` [batch, nodes, ...] at the indices `nodes` [batch, steps] int64: [batch, steps, ...].
 
-    Example:
+    Examples:
         >>> pick(torch.tensor([[5, 6, 7]]), torch.tensor([[2, 0]]))
         tensor([[7, 5]])
     """
@@ -348,7 +348,7 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     Returns:
         [batch, nodes, nodes] bool, True where the column is the row itself or an ancestor.
 
-    Example:
+    Examples:
         >>> ancestor_mask(torch.tensor([[-1, 0, 1]]), max_depth=2).int()
         tensor([[[1, 0, 0],
                  [1, 1, 0],

@@ -56,7 +56,7 @@ class TargetFields(PreTrainedConfig):
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
     """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
 
-    Example:
+    Examples:
         >>> default_target_layer_ids(32)
         [1, 15, 28]
     """

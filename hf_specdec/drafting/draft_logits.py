@@ -25,7 +25,7 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
     Raises:
         ValueError: the layer is beyond the target, alpha negative, or the threshold outside (0, 1).
 
-    Example:
+    Examples:
         >>> exit_rule = AnnealedConfidenceLogitsProcessor(5, 20, alpha=0.2, threshold=0.55)
         >>> exit_rule.temperature
         1.15
@@ -60,7 +60,7 @@ class SoftCapLogitsProcessor(LogitsProcessor):
     Args:
         cap: of the target's config, `final_logit_softcapping`; None for none.
 
-    Example:
+    Examples:
         >>> SoftCapLogitsProcessor(2.0)(None, torch.tensor([[0.0, 100.0]]))
         tensor([[0., 2.]])
     """
@@ -80,7 +80,7 @@ class NeverProposedLogitsProcessor(LogitsProcessor):
         token_id: of the token.
         value: its logit; finite for a loss.
 
-    Example:
+    Examples:
         >>> NeverProposedLogitsProcessor(1)(None, torch.tensor([[1.0, 2.0]]))
         tensor([[1., -inf]])
     """
@@ -107,7 +107,7 @@ class TargetVocabularyLogitsProcessor(LogitsProcessor):
         token_ids: [draft_vocab] int64, ascending target ids of the draft columns, all below `vocab_size`; None if draft
             ids equal target ids.
 
-    Example:
+    Examples:
         >>> TargetVocabularyLogitsProcessor(4)(None, torch.tensor([[1.0, 2.0]]))
         tensor([[1., 2., -inf, -inf]])
         >>> TargetVocabularyLogitsProcessor(1)(None, torch.tensor([[1.0, 2.0]]))

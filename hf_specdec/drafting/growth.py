@@ -111,7 +111,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         A tree of 1 + `num_prefixes(vocab, depth, budget)` nodes. A row with NaN, +inf or only -inf at a position is not
         `finite`, and only its root is valid.
 
-    Example:
+    Examples:
         >>> tree = level_tree(torch.tensor([9]), torch.tensor([[[3.0, 2.0, 0.0], [0.0, 5.0, 0.0]]]), budget=3)
         >>> tree.token_ids, tree.parents
         (tensor([[9, 0, 1, 1]]), tensor([[-1,  0,  1,  0]]))
@@ -380,7 +380,7 @@ def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tupl
         accuracies: [heads][ranks], how often prediction number `rank` (from 0) of a head is correct; falls with `rank`.
         budget: nodes, root not counted.
 
-    Example:
+    Examples:
         >>> static_tree([[0.6, 0.3], [0.5, 0.1]], 4)
         [(0,), (0, 0), (1,), (1, 0)]
     """

@@ -40,7 +40,7 @@ class DrafterOptions:
             reason, and is exact up to rounding as always. `stats.same_bits` says which it was. Rounds take longer. Not
             saved.
 
-    Example:
+    Examples:
         >>> options = DrafterOptions()
         >>> options.replace(compile_mode="reduce-overhead")
         DrafterOptions(compile_mode='reduce-overhead', same_bits=False)

@@ -165,6 +165,7 @@ def check_has_checkpoint(name: str) -> None:
     """Raises ValueError if a name means a drafter without a checkpoint; says how to get it."""
     method = named_method(name)
     if method is None:
+        check_spelling(name)
         return
     how = f"load_drafter({name!r}) makes one"
     if method.origin == "target":
@@ -173,6 +174,18 @@ def check_has_checkpoint(name: str) -> None:
             "see whether it has such a layer"
         )
     raise ValueError(f"{name!r} is a drafter without a checkpoint, so there are no files to read: {how}.")
+
+
+def check_spelling(name: str) -> None:
+    """Raises ValueError for a name that is nearly that of a drafter without a checkpoint, before the Hub is asked."""
+    if os.path.isdir(name):
+        return
+    names = sorted(method.name for method in _BY_CLASS.values() if method.origin in ("name", "target"))
+    if name not in names and (nearest := difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)):
+        raise ValueError(
+            f"There is no folder {name!r} here. Did you mean {nearest[0]!r}? Drafters without a checkpoint: "
+            f"{', '.join(names)}; a Hub id has the form 'owner/name'."
+        )
 
 
 def runs_again(known: Any, new: Any) -> bool:

@@ -29,7 +29,7 @@ MOST_PADDING = 1 / 8
 def may_be_padding(one: int, other: int) -> bool:
     """Whether two table sizes may belong to the same vocabulary.
 
-    Example:
+    Examples:
         >>> may_be_padding(151936, 152064), may_be_padding(32000, 50257)
         (True, False)
     """
@@ -39,7 +39,7 @@ def may_be_padding(one: int, other: int) -> bool:
 def known_ids(token_ids: Tensor, num_rows: int) -> Tensor:
     """Replaces ids beyond a table of `num_rows` by its last id.
 
-    Example:
+    Examples:
         >>> known_ids(torch.tensor([3, 9]), 8)
         tensor([3, 7])
     """
@@ -186,7 +186,7 @@ class MappedVocabulary(PreTrainedModel):
 def draft_ids_of(d2t: Tensor, vocab_size: int) -> Tensor:
     """[vocab_size] int64: the draft id of each target id, -1 for tokens outside the draft vocabulary.
 
-    Example:
+    Examples:
         >>> draft_ids_of(torch.tensor([1, 2]), 5)
         tensor([-1,  0, -1,  1, -1])
     """

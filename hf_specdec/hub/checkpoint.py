@@ -97,7 +97,7 @@ def read_config(
             if isinstance(layout, Format) and layout.recognises_names is not None
             for file in layout.other_weights
         ]
-        source.locate(["model*.safetensors", INDEX_FILE, *others], revision=folder.name)
+        source.locate(["model*.safetensors", INDEX_FILE, *others], revision=source.commit_of(folder))
         try:
             return headers(weight_files(folder, name, others), name).keys()
         except FileNotFoundError:
@@ -111,7 +111,7 @@ def read_config(
             "load the checkpoint that was quantised."
         )
     if format.refused:
-        beside = source.locate(list(format.refused), revision=folder.name)
+        beside = source.locate(list(format.refused), revision=source.commit_of(folder))
         for file, why in format.refused.items():
             if (beside / file).is_file():
                 raise ValueError(
@@ -151,6 +151,7 @@ def check_is_target(target: str, drafter: str) -> None:
             f"{target!r} was given as the target, but it is a drafter ({layout}). Given as the drafter: {drafter!r}. "
             "Are the two swapped? The target is the language model whose output is reproduced."
         )
+    _check_numbers(fields, target)
 
 
 def _check_kinds(fields: dict[str, Any], name: str) -> None:

@@ -48,6 +48,7 @@ class Source:
         token: Hub token for private repos; None for the stored one.
         local_files_only: use the Hub cache only, without requests.
         cache_dir: cache folder of the Hub client.
+        subfolder: of the folder or repo, in which the checkpoint lies; "" if it lies at the top.
     """
 
     name: str
@@ -55,9 +56,10 @@ class Source:
     token: str | bool | None = field(default=None, repr=False)
     local_files_only: bool = False
     cache_dir: str | os.PathLike[str] | None = None
+    subfolder: str = ""
 
     def locate(self, patterns: Sequence[str], revision: str | None = None) -> Path:
-        """The folder with the files that match, downloaded if needed.
+        """The folder with the files that match, downloaded if needed; `subfolder` is part of it.
 
         Args:
             patterns: patterns of file names.
@@ -78,6 +80,7 @@ class Source:
                     f"revision={self.revision!r} was given, but {self.name!r} is a local folder, which has none. Leave "
                     "revision out, or give a Hub id that is not also the name of a local folder."
                 )
+            folder = self._within(folder)
             for pattern in patterns:
                 for entry in folder.glob(pattern):
                     _refuse_link(entry, folder, self.name)
@@ -99,17 +102,32 @@ class Source:
                     token=self.token,
                     local_files_only=self.local_files_only,
                     cache_dir=None if self.cache_dir is None else os.fspath(self.cache_dir),
-                    allow_patterns=list(patterns),
+                    # The Hub client warns where no file matches, and most of the files that we ask for are optional.
+                    allow_patterns=[str(Path(self.subfolder) / pattern) for pattern in (CONFIG_FILE, *patterns)],
                 )
             )
             _check_hashes(folder, blobs, known)
-            return folder
         except HFValidationError as error:
             raise ValueError(
                 f"{self.name!r} is neither a folder here nor a Hub id, which has the form 'owner/name': {error}"
             ) from error
         except (HTTPError, OSError) as error:
             raise OSError(self._explain(error)) from error
+        return self._within(folder)
+
+    def commit_of(self, folder: Path) -> str:
+        """The commit of a folder that `locate` returned for a Hub repo, whose snapshots are named after theirs."""
+        return (folder.parents[len(Path(self.subfolder).parts) - 1] if self.subfolder else folder).name
+
+    def _within(self, folder: Path) -> Path:
+        """The subfolder of a checkpoint's folder."""
+        if self.subfolder and not (folder / self.subfolder / CONFIG_FILE).is_file():
+            others = sorted(str(each.parent.relative_to(folder)) for each in folder.glob(f"*/{CONFIG_FILE}"))
+            raise FileNotFoundError(
+                f"{self.name!r} has no {CONFIG_FILE} in its subfolder {self.subfolder!r}: leave subfolder out, or give "
+                f"one that holds a checkpoint. Found here: {', '.join(others) or 'none'}."
+            )
+        return folder / self.subfolder
 
     def _explain(self, error: Exception) -> str:
         repo = f"{self.name!r}" + (f" at revision {self.revision!r}" if self.revision else "")
@@ -202,6 +220,22 @@ def _constant(name: str) -> float:
 def _number(content: dict[str, Any]) -> Any:
     """The object, or the number if transformers wrote it as an object, such as {"__float__": "Infinity"}."""
     return _constant(str(content["__float__"])) if content.keys() == {"__float__"} else content
+
+
+def read_utf8(file: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: it is not UTF-8; names the line.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"Line {line} of {str(file)!r} is not UTF-8: byte 0x{error.object[error.start]:02x}. Convert the file "
+            "first, for example with iconv."
+        ) from error
 
 
 def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Path]:

@@ -24,7 +24,7 @@ from hf_specdec.drafting.registry import FAMILIES, check_has_checkpoint
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
-from hf_specdec.hub.loading import make_blueprint, registered_formats
+from hf_specdec.hub.loading import check_amount, make_blueprint, naming_config, registered_formats
 from hf_specdec.hub.mtp import layer_note
 from hf_specdec.hub.tensors import differences, read_headers
 from hf_specdec.hub.wording import printable
@@ -104,6 +104,7 @@ def inspect_drafter(
     path_or_repo: str | os.PathLike[str],
     *,
     revision: str | None = None,
+    subfolder: str = "",
     token: str | bool | None = None,
     local_files_only: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -113,6 +114,7 @@ def inspect_drafter(
     Args:
         path_or_repo: a local folder, or a Hub id `owner/name`.
         revision: branch, tag or commit on the Hub.
+        subfolder: of the folder or repo, in which the drafter lies.
         token: Hub token for private repos; None for the stored one.
         local_files_only: read from the Hub cache only, without requests.
         cache_dir: cache folder of the Hub client.
@@ -123,7 +125,7 @@ def inspect_drafter(
         ValueError: the name is neither a folder nor a Hub id.
     """
     check_has_checkpoint(os.fspath(path_or_repo))
-    source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
+    source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir, subfolder)
     found = Inspection(source.name)
     folder = source.locate([CONFIG_FILE])
     with warnings.catch_warnings(record=True) as caught:
@@ -153,9 +155,9 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
         for key in (key for key in CODE if fields.get(key)):
             warnings.warn(f"{CONFIG_FILE} names Python code ({key}), which is never run here.", stacklevel=2)
         headers = _headers(source, folder, format)
-        beside = source.locate(list(format.beside), revision=folder.name) if format.beside else folder
+        beside = source.locate(list(format.beside), revision=source.commit_of(folder)) if format.beside else folder
         held = {name for file, names in format.beside.items() if (beside / file).is_file() for name in names}
-        _describe(found, format, fields, headers, held)
+        _describe(found, format, fields, headers, held, folder)
         local = Path(source.name).expanduser().is_dir()
         found.problems += format.missing(fields, folder if local else None)
         if not found.problems and local:
@@ -166,17 +168,20 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
     """Headers of the weight files; of files on the Hub only the first bytes are downloaded."""
-    if Path(source.name).expanduser().is_dir() or source.local_files_only or is_offline_mode():
-        folder = source.locate(["model*.safetensors", INDEX_FILE, *format.other_weights], revision=folder.name)
+    local = Path(source.name).expanduser().is_dir() or source.local_files_only or is_offline_mode()
+    if local or source.subfolder:  # the Hub client reads headers at the top of a repo only
+        folder = source.locate(
+            ["model*.safetensors", INDEX_FILE, *format.other_weights], revision=source.commit_of(folder)
+        )
         return read_headers(weight_files(folder, source.name, format.other_weights), source.name)
     api = HfApi(token=source.token)
     try:
-        parts = api.get_safetensors_metadata(source.name, revision=folder.name).files_metadata
+        parts = api.get_safetensors_metadata(source.name, revision=source.commit_of(folder)).files_metadata
     except NotASafetensorsRepoError as error:
         parts = {}
         for file in (file for file in format.other_weights if file.endswith(".safetensors")):
             with suppress(EntryNotFoundError):
-                parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
+                parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=source.commit_of(folder))
         if not parts:
             raise ValueError(
                 "There are no safetensors weights in the repo; pickles are read only in a local folder."
@@ -206,7 +211,12 @@ def _own_files(source: Source, folder: Path, format: Format, fields: dict[str, A
 
 
 def _describe(
-    found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor], held: set[str]
+    found: Inspection,
+    format: Format,
+    fields: dict[str, Any],
+    headers: dict[str, StoredTensor],
+    held: set[str],
+    folder: Path,
 ) -> None:
     """Fills in what follows from config and headers; `held` are names of tensors in further files, not read here."""
     found.tensors = {name: tensor.shape for name, tensor in headers.items()}
@@ -224,13 +234,30 @@ def _describe(
     found.facts = {
         name: {**ours, **nested}[name] for name in _FACTS if {**ours, **nested}.get(name) not in (None, False)
     }
-    if FAMILIES[format.family].load is not None:  # a plain language model
+    load = FAMILIES[format.family].load
+    if load is not None:  # a model of transformers
         found.problems += format.problems(fields, headers)
+        try:
+            with naming_config(format, found.name):
+                model = load(fields, found.name, folder, None, False).model
+            check_amount(model, headers, found.name, [])
+        except ValueError as error:
+            found.problems.append(str(error))
+            return
+        expected = model.state_dict()
+        if not found.problems and headers.keys() <= expected.keys():  # otherwise transformers renames some
+            tied = getattr(model, "all_tied_weights_keys", {})
+            own = {name: tensor for name, tensor in expected.items() if name in headers or name not in tied}
+            _list_differences(found, own, headers)
         return
     stored = reading.stored(headers)
     _, blueprint = make_blueprint(format, ours, found.name)
     tensors = blueprint.main_tensors() or blueprint.state_dict()
     expected = {name: tensor for name, tensor in tensors.items() if name not in held - set(stored)}
+    _list_differences(found, expected, stored)
+
+
+def _list_differences(found: Inspection, expected: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
     problems = [f"{kind}: {each}" for kind, parts in differences(expected, stored).items() for each in parts]
     found.problems += problems[:MOST_PROBLEMS]
     if len(problems) > MOST_PROBLEMS:

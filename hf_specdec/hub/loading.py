@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_specdec.methods  # noqa: F401 (registers the families)
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
@@ -29,13 +29,13 @@ from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
 from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, is_weightless, named_method
-from hf_specdec.drafting.targets import whole_target
+from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, check_spelling, is_weightless, named_method
+from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
 from hf_specdec.drafting.wrapped import unwrapped
 from hf_specdec.hub.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.hub.checkpoint import read_config
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, weight_files
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import own_layout
@@ -89,6 +89,7 @@ def load_drafter(
     target: PreTrainedModel | None = None,
     *,
     revision: str | None = None,
+    subfolder: str = "",
     token: str | bool | None = None,
     local_files_only: bool = False,
     dtype: torch.dtype | str | None = None,
@@ -108,6 +109,7 @@ def load_drafter(
         target: the model to draft for. If given, the pairing is checked immediately, and the drafter gets the target's
             dtype and device; otherwise it is checked in the first `generate` call.
         revision: branch, tag or commit on the Hub.
+        subfolder: of the folder or repo, in which the drafter lies, as beside its target.
         token: Hub token for private repos; None for the stored one.
         local_files_only: read from the Hub cache only, without requests.
         dtype: dtype of the drafter; None for the target's, or without a target the checkpoint's.
@@ -133,17 +135,20 @@ def load_drafter(
         "token": token, "local_files_only": local_files_only, "dtype": dtype, "device": device, "cache_dir": cache_dir,
     }  # fmt: skip
     if acceptance_rule(acceptance) is not None or draft_vocab is not None:
-        drafter = load_drafter(path_or_repo, target, revision=revision, **common, **drafting_options)
+        drafter = load_drafter(
+            path_or_repo, target, revision=revision, subfolder=subfolder, **common, **drafting_options
+        )
         drafter.acceptance = acceptance
         if draft_vocab is not None:
             drafter.restrict_vocabulary(draft_vocab)
         return drafter
     if isinstance(path_or_repo, (list, tuple)):
-        if revision is not None:
-            raise ValueError(
-                f"revision={revision!r} was given for {len(path_or_repo)} drafters: load the drafter that has this "
-                "revision separately, and put it into the list."
-            )
+        for setting, value in {"revision": revision, "subfolder": subfolder or None}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{setting}={value!r} was given for {len(path_or_repo)} drafters: load the drafter that has this "
+                    f"{setting} separately, and put it into the list."
+                )
         sources = [each if isinstance(each, Drafter) else load_drafter(each, target, **common) for each in path_or_repo]
         return MergedDrafter(*sources, **drafting_options)
     assert not isinstance(path_or_repo, Sequence) or isinstance(path_or_repo, str)
@@ -157,18 +162,21 @@ def load_drafter(
     asked_dtype = floating_dtype(dtype)
     if device is not None:  # otherwise it is the target's
         usable_device(device)
-    source = Source(name, revision, token, local_files_only, cache_dir)
-    if (within_target := load_mtp(target, source, **drafting_options)) is not None:
+    source = Source(name, revision, token, local_files_only, cache_dir, subfolder)
+    within_target = None if subfolder else load_mtp(target, source, **drafting_options)
+    if within_target is not None:
         return within_target
     if is_weightless(name):
-        if revision is not None:
-            raise ValueError(
-                f"revision={revision!r} was given for {name!r}, which has no checkpoint: leave it out, or name a "
-                "drafter with a checkpoint."
-            )
+        for setting, value in {"revision": revision, "subfolder": subfolder or None}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{setting}={value!r} was given for {name!r}, which has no checkpoint: leave it out, or name a "
+                    "drafter with a checkpoint."
+                )
         if isinstance(drafting_options.get("drafter"), (str, os.PathLike)):
             drafting_options["drafter"] = load_drafter(drafting_options["drafter"], target, **common)
         return WEIGHTLESS[name](**drafting_options)
+    check_spelling(name)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
     family = FAMILIES[format.family]
@@ -177,7 +185,7 @@ def load_drafter(
         language_model: Any = _load_language_model(format, fields, source, folder, dtype, target, drafting_options)
         return language_model.to(_device_for(target) if device is None else device)
 
-    with _naming_config(format, name):
+    with naming_config(format, name):
         by_config = format.read(fields, None)
     if by_config is not None:
         _, blueprint = make_blueprint(format, by_config.fields, name)
@@ -185,15 +193,15 @@ def load_drafter(
 
     # The folder of a snapshot is named after its commit; the weights must be from the same commit.
     wanted = ["model*.safetensors", INDEX_FILE, TRAINING_FILE, MEASUREMENTS_FILE, *family.drafter.side_files]
-    folder = source.locate(wanted, revision=folder.name)
+    folder = source.locate(wanted, revision=source.commit_of(folder))
     if not any(folder.glob("model*.safetensors")):
         for file in format.other_weights:
-            folder = source.locate([file], revision=folder.name)
+            folder = source.locate([file], revision=source.commit_of(folder))
             if (folder / file).is_file():
                 break  # do not download the same weights in another file
     files = weight_files(folder, name, format.other_weights)
     headers = read_headers(files, name)
-    with _naming_config(format, name):
+    with naming_config(format, name):
         reading = format.read(fields, headers)
     assert reading is not None, "the headers are sufficient for every format"
     config, blueprint = make_blueprint(format, reading.fields, name)
@@ -221,8 +229,8 @@ def load_drafter(
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.load_beside(
         folder,
-        lambda patterns: source.locate(patterns, revision=folder.name),
-        lambda place: _draft_model(replace(source, name=place, revision=None), drafter.dtype),
+        lambda patterns: source.locate(patterns, revision=source.commit_of(folder)),
+        lambda place: _draft_model(replace(source, name=place, revision=None, subfolder=""), drafter.dtype),
         from_hub=not Path(name).expanduser().is_dir(),
     )
     drafter.set_options(**drafting_options)
@@ -260,21 +268,21 @@ def _load_language_model(
     """Loads a drafter that is a model of transformers; all checks come before its weights are downloaded."""
     load = FAMILIES[format.family].load
     assert load is not None
-    folder = source.locate(TOKENIZER_FILES, revision=folder.name)
-    with _naming_config(format, source.name):
+    folder = source.locate(TOKENIZER_FILES, revision=source.commit_of(folder))
+    with naming_config(format, source.name):
         blueprint: Any = load(fields, source.name, folder, None, False)
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
     wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
-    folder = source.locate(wanted, revision=folder.name)
+    folder = source.locate(wanted, revision=source.commit_of(folder))
     stored = read_headers(weight_files(folder, source.name), source.name)
-    _check_amount(blueprint.model, stored, source.name, format.problems(fields, stored))
+    check_amount(blueprint.model, stored, source.name, format.problems(fields, stored))
     try:
         drafter = load(fields, source.name, folder, dtype, True)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # as in _naming_config
+    except Exception as error:  # as in naming_config
         raise ValueError(
             f"The files of {source.name!r} cannot be loaded as a {format.name} drafter: they are damaged, or from "
             f"different checkpoints. Copy or download them again. {_text(error)}"
@@ -305,7 +313,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
     return _load_language_model(format, fields, source, folder, dtype, None, {})
 
 
-def _check_amount(
+def check_amount(
     blueprint: nn.Module, stored: Mapping[str, StoredTensor], name: str, differences: Sequence[str]
 ) -> None:
     """Raises ValueError if a model has far more parameters than its files hold, before memory for them is allocated.
@@ -342,7 +350,7 @@ def make_blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[P
         ValueError: the fields do not describe a drafter of the format; names the field.
     """
     drafter = FAMILIES[format.family].drafter
-    with _naming_config(format, name):
+    with naming_config(format, name):
         check_sizes(fields)
         config = drafter.config_class.from_dict(fields)
         with torch.device("meta"):
@@ -360,7 +368,7 @@ def _check(blueprint: PretrainedDrafter, options: dict[str, Any], target: PreTra
 
 
 @contextmanager
-def _naming_config(format: Format, name: str) -> Iterator[None]:
+def naming_config(format: Format, name: str) -> Iterator[None]:
     """Names the file in errors that transformers' classes raise for invalid values."""
     try:
         yield
@@ -422,8 +430,28 @@ def placed_target(name: str, device: str | None, dtype: str, **settings: Any) ->
         raise ValueError("device='meta' has no weights: use 'cpu', or leave it out.")
     if dtype != "auto":
         floating_dtype(dtype)  # raises with the known names
+    if Path(name).is_dir() and not settings.get("trust_remote_code"):
+        _check_target_size(name)
     model: PreTrainedModel = whole_target(name, dtype=dtype, **settings).to(place).eval()
     return model
+
+
+def _check_target_size(name: str) -> None:
+    """Raises ValueError if the config of a target in a folder describes another model than its weights hold."""
+    folder = Path(name)
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files or not (folder / CONFIG_FILE).is_file():
+        return  # transformers says what it finds
+    with target_errors(name), torch.device("meta"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            return  # packed weights are fewer numbers than the config's
+        blueprint = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    try:
+        stored = safetensors_headers(files, name)
+    except ValueError as error:
+        raise ValueError(f"The files of target {name!r} are damaged: {error}") from error
+    check_amount(blueprint, stored, name, [])
 
 
 def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:

@@ -66,7 +66,7 @@ def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
         ValueError: a file is damaged.
         OSError: a file is missing or cannot be downloaded.
     """
-    source = replace(source, revision=None)
+    source = replace(source, revision=None, subfolder="")
     config = locate_config(source, commit)
     folder = source.locate([INDEX_FILE], revision=commit)
     if (folder / INDEX_FILE).is_file():
@@ -108,7 +108,7 @@ def dequantised(
     Raises:
         ValueError: the sizes do not fit together, or a tensor is of another type than floating point without scales.
 
-    Example:
+    Examples:
         >>> stored = {"x.weight": torch.ones(2, 3), "x.weight_scale_inv": torch.tensor([[2.0, 4.0]])}
         >>> dequantised(stored, {"quantization_config": {"weight_block_size": [2, 2]}}, torch.float32, "x")["x.weight"]
         tensor([[2., 2., 4.],

@@ -10,7 +10,7 @@ def printable(text: str, most: int = 1000) -> str:
         text: text of any origin, which may hold escape sequences of terminals.
         most: number of characters to keep.
 
-    Example:
+    Examples:
         >>> printable("a\x1b[2Jb"), printable("abcdef", 3)
         ('a\\x1b[2Jb', 'abc... (6 characters)')
     """

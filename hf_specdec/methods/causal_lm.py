@@ -136,7 +136,7 @@ def acceptance_bound(log_probs: Tensor, entropy_weight: float) -> Tensor:
     Returns:
         [...] float32, at most 1; may be negative.
 
-    Example:
+    Examples:
         >>> acceptance_bound(torch.tensor([[0.25] * 4, [1.0, 0.0, 0.0, 0.0]]).log(), 0.2)
         tensor([0.4734, 1.0000])
     """

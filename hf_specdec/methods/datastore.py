@@ -72,7 +72,7 @@ class RestDrafter(LookupDrafter):
         OSError: the file does not exist.
         ValueError: there is no datastore, or the file is of another kind.
 
-    Example:
+    Examples:
         >>> index = SuffixIndex()
         >>> index.add([5, 6, 7, 8])
         >>> RestDrafter(index, tree_budget=8).options.tree_budget

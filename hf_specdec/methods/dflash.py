@@ -73,7 +73,7 @@ __all__ = ["BLOCK_SERVING", "DFlashConfig", "DFlashDrafter", "DFlashOptions"]
 def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
     """Evenly spaced target layers, for checkpoints that list none.
 
-    Example:
+    Examples:
         >>> default_target_layer_ids(5, 36)
         [1, 9, 17, 25, 33]
     """

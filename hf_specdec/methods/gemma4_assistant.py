@@ -196,7 +196,7 @@ def inverse_frequencies(head_dim: int, parameters: Mapping[str, Any], device: to
 
     Where they are proportional, they are spaced over the whole head, and those beyond a part of it are 0.
 
-    Example:
+    Examples:
         >>> rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
         >>> inverse_frequencies(8, rope)
         tensor([1.0000, 0.3162, 0.0000, 0.0000])

@@ -63,7 +63,7 @@ class LookaheadDrafter(Drafter):
     Args:
         drafting_options: of `LookaheadOptions`.
 
-    Example:
+    Examples:
         >>> LookaheadDrafter(window=5).options.ngram
         4
     """

@@ -43,7 +43,7 @@ class SuffixIndex:
         longest: most tokens before a position that are compared.
         max_tokens: above this size the oldest quarter of the tokens is dropped; None for no limit.
 
-    Example:
+    Examples:
         >>> index = SuffixIndex(longest=4)
         >>> index.extend([5, 6, 7, 8, 3, 6, 7, 9, 5, 6])
         >>> index.matches([5, 6], most=3), index.continuation(2, 2)
@@ -240,7 +240,7 @@ def continuation_tree(
     tree. A path's probability is its share of the total weight, to which one match of one token is added for unseen
     continuations.
 
-    Example:
+    Examples:
         >>> index = SuffixIndex()
         >>> index.extend([5, 6, 7, 8, 3, 6, 9, 5, 6])
         >>> matches = find([index], [5, 6], shortest=1)
@@ -436,7 +436,7 @@ class NGramDrafter(LookupDrafter):
     Args:
         drafting_options: of `NGramOptions`.
 
-    Example:
+    Examples:
         >>> drafter = NGramDrafter(tree_budget=8)
         >>> drafter.options.tree_budget, drafter.options.depth
         (8, 10)
@@ -454,7 +454,7 @@ class SuffixDrafter(LookupDrafter):
             `SuffixIndex.save` and `load` store it.
         drafting_options: of `SuffixOptions`.
 
-    Example:
+    Examples:
         >>> one = SuffixDrafter(tree_budget=8)
         >>> other = SuffixDrafter(one.index)
         >>> other.index is one.index, one.index.max_tokens

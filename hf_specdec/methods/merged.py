@@ -399,7 +399,7 @@ class MergedDrafter(WrappingDrafter):
         TypeError: a source is not a drafter.
         ValueError: there are fewer than two, one occurs twice or cannot be merged, or an option is out of range.
 
-    Example:
+    Examples:
         >>> from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter
         >>> merged = MergedDrafter(SuffixDrafter(tree_budget=8), NGramDrafter())
         >>> merged.names, merged.options.tree_budget

@@ -216,7 +216,7 @@ def find_layout(names: Iterable[str], num_layers: int, model_type: str) -> Layou
         num_layers: of the target's decoder; the layer may be numbered behind them.
         model_type: of the target's text config.
 
-    Example:
+    Examples:
         >>> names = ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.up_proj.weight"]
         >>> find_layout(names, 4, "qwen3_next").layers
         ('mtp.layers.0.',)

@@ -68,7 +68,7 @@ class TokenRecyclingDrafter(Drafter):
     Attributes:
         table: [vocab, top_k] int64, likeliest first, -1 for unknown; None before the first call.
 
-    Example:
+    Examples:
         >>> TokenRecyclingDrafter(tree_budget=16).options.top_k
         8
     """

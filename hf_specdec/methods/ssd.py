@@ -111,7 +111,7 @@ class SSDDrafter(WrappingDrafter):
         ValueError: there is no drafter, or an option is out of range.
         TypeError: `drafter` is not a drafter.
 
-    Example:
+    Examples:
         >>> from hf_specdec.methods.lookup import NGramDrafter
         >>> SSDDrafter(NGramDrafter(tree_budget=16)).options.tree_budget
         12

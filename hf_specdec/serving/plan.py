@@ -131,7 +131,7 @@ def tokens_worth_drafting(mean_acceptance_length: float, most: int) -> int:
         mean_acceptance_length: tokens per round, bonus token included, as in vLLM's metrics.
         most: tokens that the drafter can draft.
 
-    Example:
+    Examples:
         >>> [tokens_worth_drafting(length, 7) for length in (1.0, 1.6, 2.0, 3.0, 6.0)]
         [1, 2, 3, 5, 7]
     """

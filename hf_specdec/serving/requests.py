@@ -57,7 +57,7 @@ def why_refused(path: str, body: Any, *, has_tools: bool) -> str | None:
         body: its JSON.
         has_tools: whether the target's chat template shows tools to it.
 
-    Example:
+    Examples:
         >>> why_refused("/v1/completions", {"prompt": "a", "n": 2}, has_tools=False)
         'n=2 is not supported by this server: leave it out.'
     """

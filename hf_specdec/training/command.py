@@ -37,7 +37,6 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
-    AutoTokenizer,
     PreTrainedModel,
     ProgressCallback,
     TrainerState,
@@ -49,6 +48,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_specdec
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.card import TRAINING_FILE, read_record
 from hf_specdec.hub.saving import check_free, check_writable, going_on, writing_errors
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
@@ -116,7 +116,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         options.bf16 = chosen_bfloat16(processes, recipes)
     training_arguments = _training_arguments(options, recipe, checkpoints, device)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = target_tokenizer(options.target)
     # Its cached states are in bfloat16 in both cases.
     target_dtype = torch.bfloat16 if options.bf16 or device == "cuda" else torch.float32
     source: Source

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
 from hf_specdec.hub.card import is_hub_id
+from hf_specdec.hub.files import read_utf8
 from hf_specdec.training.answer_files import AnswerSettings, Task, end_ids, template_hash, write_files
 from hf_specdec.training.continuation import Prompt
 from hf_specdec.training.data import datasets_package
@@ -59,7 +60,7 @@ def read_conversations(source: str) -> list[Conversation]:
     """
     path = Path(source)
     if path.is_file():
-        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+        lines = enumerate(read_utf8(path).split("\n"), start=1)
         entries = ((f"{path}, line {number}", _parsed(line, number, path)) for number, line in lines if line.strip())
     elif path.suffix in (".json", ".jsonl"):
         raise FileNotFoundError(f"There is no file {source!r}. Give a JSONL file, or the id of a dataset on the Hub.")

@@ -161,7 +161,7 @@ def openings_of(rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
 def mixed_counts(counts: Sequence[int], shares: Sequence[float]) -> list[int]:
     """How many of these rows give a mixture with these shares, as large as possible without using one twice.
 
-    Example:
+    Examples:
         >>> mixed_counts([1000, 90], [0.7, 0.3])
         [210, 90]
     """

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hf_specdec.version import install_command
+
 if TYPE_CHECKING:
     import datasets
 
@@ -26,7 +28,7 @@ def datasets_package() -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            "Training rows need the package datasets, which is not installed: pip install 'hf_specdec[train]'. "
+            f"Training rows need the package datasets, which is not installed: {install_command('train')}. "
             "Drafting and generation work without it."
         ) from error
     return datasets

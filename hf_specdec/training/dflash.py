@@ -221,7 +221,7 @@ def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: b
         anchors: [batch, num_anchors] int64; 0 if `valid` is False.
         valid: [batch, num_anchors] bool.
 
-    Example:
+    Examples:
         >>> choose_anchors(torch.tensor([4]), torch.tensor([9]), 3, random=False)
         (tensor([[4, 5, 6]]), tensor([[True, True, True]]))
     """

@@ -27,7 +27,7 @@ def useful_answers(
         the rows, in order, cut where they loop; the number of rows left out as "empty", "held_out" and
         "near_duplicate"; the number of rows that were cut.
 
-    Example:
+    Examples:
         >>> rows = [{"prompt_ids": [1], "answer_ids": ids} for ids in ([5, 6, 7], [4], [2] * 40)]
         >>> kept, dropped, num_cut = useful_answers(rows)
         >>> [len(row["answer_ids"]) for row in kept], dropped, num_cut

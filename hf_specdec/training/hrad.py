@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.exchange import Committed
@@ -38,7 +38,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafting.reader import last_features
-from hf_specdec.drafting.targets import whole_target
+from hf_specdec.drafting.targets import target_tokenizer, whole_target
 from hf_specdec.hub.saving import check_free, check_writable
 from hf_specdec.methods.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL, last_layers
@@ -48,6 +48,7 @@ from hf_specdec.training.options import CommandOptions, Count, Positive, Share, 
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width, opening
 from hf_specdec.training.text import Corpus, chosen_corpus
+from hf_specdec.version import install_command
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -236,7 +237,7 @@ def _smote() -> Any:
         from imblearn.over_sampling import SMOTE
     except ImportError as error:
         raise ImportError(
-            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting works without it."
+            f"Training H-RAD needs imbalanced-learn: {install_command('train')}. Drafting works without it."
         ) from error
     return SMOTE
 
@@ -313,7 +314,7 @@ def confusion(h_rad: HRAD, examples: Examples) -> Tensor:
 def confusion_table(matrix: Tensor) -> str:
     """A confusion matrix to print, with the F1 score of each class.
 
-    Example:
+    Examples:
         >>> print(confusion_table(torch.tensor([[8, 2, 0], [1, 1, 2], [0, 0, 5]])))
                       all reject   partial  all accept          F1
         all reject             8         2           0        0.84
@@ -360,7 +361,7 @@ def main(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = target_tokenizer(options.target)
     target, draft_model = (
         whole_target(name, dtype=dtype).to(device).eval() for name in (options.target, options.draft_model)
     )

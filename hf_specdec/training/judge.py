@@ -36,7 +36,7 @@ class JudgedTokens:
 def rejoins(own: Sequence[int], other: Sequence[int], least: int) -> bool:
     """Whether the last `least` tokens of a continuation occur in the target's own one.
 
-    Example:
+    Examples:
         >>> rejoins([5, 6, 7, 8, 9], [1, 7, 8], 2), rejoins([5, 6, 7, 8, 9], [1, 2, 8], 2)
         (True, False)
     """

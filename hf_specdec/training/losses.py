@@ -40,7 +40,7 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     Raises:
         ValueError: gamma is not positive.
 
-    Example:
+    Examples:
         >>> position_weights(4, 1.0)
         tensor([1.0000, 0.3679, 0.1353])
     """
@@ -100,7 +100,7 @@ def refusal_loss(draft_logits: Tensor, target_logits: Tensor | None, refused: Te
     Returns:
         [...] float32.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[0.0, 0.0]])  # q = 1/2
         >>> refusal_loss(logits, None, torch.tensor([[1, -1]]))
         tensor([0.6931])

@@ -69,7 +69,7 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         [rows, columns] `dtype`.
 
-    Example:
+    Examples:
         >>> orthogonalized(torch.diag(torch.tensor([1.0, 0.5])), torch.float32).round()
         tensor([[1., 0.],
                 [0., 1.]])

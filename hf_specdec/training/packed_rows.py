@@ -46,7 +46,7 @@ def pack_rows(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 def packed(rows: Sequence[dict[str, Any]]) -> bytes:
     """The content of a file with these rows.
 
-    Example:
+    Examples:
         >>> row = {"prompt_ids": [5, 6], "answer_ids": [70000], "ended": True, "turn": 0}
         >>> unpacked(packed([row, row])) == [row, row]
         True

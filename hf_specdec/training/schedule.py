@@ -68,7 +68,7 @@ class Schedule(TrainerCallback):
     def learning_rate_factor(self, step: int) -> float:
         """Factor of the maximal learning rate, for `torch.optim.lr_scheduler.LambdaLR`.
 
-        Example:
+        Examples:
             >>> schedule = Schedule("linear", 0.2, evaluation_steps=1, num_steps=10)
             >>> [round(schedule.learning_rate_factor(step), 3) for step in (0, 1, 2, 6, 10)]
             [0.0, 0.5, 1.0, 0.5, 0.0]

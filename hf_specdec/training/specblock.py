@@ -47,7 +47,7 @@ SlotWeights = Literal["alike", "by_count"]
 def smoothed_classes(num_classes: int) -> Tensor:
     """Row t: the soft label of bucket t. It decays with distance, faster towards better buckets (published code).
 
-    Example:
+    Examples:
         >>> smoothed_classes(2)
         tensor([[0.8000, 0.2000],
                 [0.1000, 0.9000]])

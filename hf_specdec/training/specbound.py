@@ -106,7 +106,7 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 def default_exit_layers(num_target_layers: int) -> list[int]:
     """Three exits, evenly spaced up to the paper's depth bound.
 
-    Example:
+    Examples:
         >>> default_exit_layers(32)
         [3, 7, 10]
     """

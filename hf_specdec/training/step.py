@@ -144,7 +144,7 @@ def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:
         `accuracy_1`, `accuracy_2`, ... per depth, and `accepted_length`: 1 (the bonus token) plus the mean number of
         leading hits per block. This is tau of a greedy chain whose roots are distributed like the anchors.
 
-    Example:
+    Examples:
         >>> import torch
         >>> correct = torch.tensor([[True, False, True]])
         >>> acceptance_metrics(correct, torch.ones_like(correct))["accepted_length"]

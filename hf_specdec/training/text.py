@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.hub.files import read_utf8
 from hf_specdec.training.answer_files import (
     BATCHES_PER_FILE,
     AnswerSettings,
@@ -184,14 +185,7 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: the file is not UTF-8, a line is not a JSON object with a text, or there are fewer than 2 documents.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"Line {line} of {str(file)!r} is not UTF-8: byte 0x{error.object[error.start]:02x}. Convert the file "
-            "first, for example with iconv."
-        ) from error
+    text = read_utf8(file)
     if file.suffix == ".jsonl":
         # Not splitlines(), which also splits at characters that JSON strings may contain.
         lines = enumerate(text.split("\n"), 1)

@@ -90,7 +90,7 @@ def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: in
     Raises:
         ValueError: `size` is not between 1 and `vocab_size`.
 
-    Example:
+    Examples:
         >>> frequent_tokens([{"input_ids": [7, 5, 5, 2, 8, 0], "first_anchor": 1, "length": 5}], 2, 10)
         (tensor([2, 5]), 0.75)
     """

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
+from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.saving import check_writable, going_on
 from hf_specdec.training.answer_files import RECIPE_FILE, AnswerSettings, answer_rows, check_apart, pack_answers
 from hf_specdec.training.conversation_answers import (
@@ -100,7 +100,7 @@ def _write(options: WriteOptions) -> bool:
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     if processes.is_main_process:
         check_writable(options.output)
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = target_tokenizer(options.target)
     check_template(tokenizer)  # before the target is loaded
     bf16 = chosen_bfloat16(processes, [options.output / RECIPE_FILE]) if options.bf16 is None else options.bf16
     target = load_target(options.target, torch.bfloat16 if bf16 else torch.float32)

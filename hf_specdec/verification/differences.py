@@ -111,7 +111,7 @@ def _continuation(model: PreTrainedModel, prompt: Prompt, text: Tensor) -> list[
 def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
     """The distance from `value` to the next larger number of a floating `dtype`; NaN if it is not finite.
 
-    Example:
+    Examples:
         >>> unit_in_the_last_place(20.0, torch.bfloat16)
         0.125
     """

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -145,6 +145,13 @@ class LosslessReport:
     def __bool__(self) -> bool:
         return self.lossless
 
+    def to_dict(self) -> dict[str, Any]:
+        """The comparisons and the verdict as numbers, texts, lists and dictionaries, as for JSON."""
+        verdict = ("lossless", "greedy", "sampled", "verified", "exact_match", "p_values", "threshold")
+        return {name: getattr(self, name) for name in verdict} | {
+            name: str(value) if isinstance(value, torch.dtype) else value for name, value in asdict(self).items()
+        }
+
     def __str__(self) -> str:
         verdict = f"LOSSLESS{' as far as checked' if self.left_out else ''}" if self else "NOT LOSSLESS"
         if self.own_difference is not None:
@@ -261,7 +268,7 @@ def verify_lossless(
             prompt; a prompt is neither text nor ids.
         TypeError: `model` is not a model, or `drafter` not a drafter.
 
-    Example:
+    Examples:
         >>> from hf_specdec.methods.lookup import NGramDrafter
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}

@@ -159,7 +159,7 @@ def tree_legend(traced: TracedRound, decode: Callable[[int], str]) -> str:
 def label(text: str) -> str:
     """A token's text with visible blanks, shortened to fit.
 
-    Example:
+    Examples:
         >>> label(" a"), label(chr(10)), label("x" * 20)
         ('·a', '↵', 'xxxxxxxxxxxxx…')
     """

@@ -77,14 +77,14 @@ def test_a_named_set_offline_says_what_to_do() -> None:
 
 def test_a_named_set_without_datasets_names_the_extra(lacking: Callable[[str], None]) -> None:
     lacking("datasets")
-    with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[bench\]' in a checkout of hf_specdec"):
         load_prompts("alpaca")
 
 
 def test_a_named_set_without_what_datasets_downloads_with_names_the_extra(lacking: Callable[[str], None]) -> None:
     pytest.importorskip("datasets")
     lacking("s3fs")
-    with pytest.raises(ImportError, match=r"'own' .*Install s3fs.*pip install 'hf_specdec\[bench\]'.* JSONL"):
+    with pytest.raises(ImportError, match=r"'own' .*Install s3fs.*pip install '\.\[bench\]' in a checkout.* JSONL"):
         read_named("own", NamedSet("json", "train", "prompt", files="s3://bucket/prompts.jsonl"))
 
 

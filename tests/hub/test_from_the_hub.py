@@ -51,6 +51,24 @@ def test_only_config_weights_and_records_are_fetched(hub: LoopbackHub, folder: P
     assert hub.downloaded() == {"config.json", "model.safetensors", "training.json"}
 
 
+def test_drafter_in_a_subfolder_is_fetched(
+    hub: LoopbackHub, folder: Path, drafter: DFlashDrafter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = tmp_path / "bundle"
+    fresh_target("llama").save_pretrained(bundle)
+    folder.rename(bundle / "dflash")
+    hub.add("owner/bundle", bundle)
+    for place in ("owner/bundle", str(bundle)):
+        assert same_weights(load_drafter(place, subfolder="dflash"), drafter)
+        assert inspect_drafter(place, subfolder="dflash").family == "dflash"
+        assert "No files matched" not in caplog.text
+        with pytest.raises(FileNotFoundError, match="no config.json in its subfolder 'other': .* Found here: dflash"):
+            load_drafter(place, subfolder="other")
+        caplog.clear()
+    with pytest.raises(ValueError, match="subfolder='x' was given for 'ngram', which has no checkpoint"):
+        load_drafter("ngram", subfolder="x")
+
+
 def test_sharded_weights_are_fetched(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
     (folder / "model.safetensors").unlink()
     drafter.save_pretrained(folder, max_shard_size="20KB")

@@ -79,6 +79,29 @@ def test_medusa_heads_in_a_pickle_are_counted_without_reading_them(target: PreTr
     assert found.dtypes == {"F32": 15}
 
 
+@pytest.mark.parametrize(
+    ("lost", "config", "problem"),
+    [
+        ("model.norm.weight", {}, "missing: model.norm.weight [32]"),
+        ("", {"num_attention_heads": 3}, "The hidden size (32) is not a multiple of the number of attention heads (3)"),
+        ("", {"intermediate_size": 50}, "of another shape: model.layers.0.mlp.gate_proj.weight is [48, 32]"),
+        ("", {"model_type": "unheard"}, "has no language model of architectures ['LlamaForCausalLM'] and model_type"),
+    ],
+)
+def test_language_model_that_cannot_be_loaded_has_a_problem(
+    lost: str, config: dict[str, Any], problem: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    target.save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(lost, None)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | config))
+    assert problem in inspect_drafter(tmp_path).problems[0]
+    with pytest.raises(ValueError, match=r"hidden size|The weights of|no language model"):
+        load_drafter(tmp_path)
+
+
 def test_problems_are_told(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["norm.weight"]

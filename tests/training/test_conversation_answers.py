@@ -503,3 +503,10 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, line, message):
     file.write_text(json.dumps(TALK) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=message):
         read_conversations(str(file))
+
+
+def test_conversations_that_are_not_utf8_name_file_and_line(tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(json.dumps(TALK).encode() + b'\n{"messages": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"Line 2 of '.*talks\.jsonl' is not UTF-8: byte 0xe9"):
+        read_conversations(str(file))

@@ -188,7 +188,7 @@ def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
 
 def test_missing_datasets_package_is_named_with_its_extra(lacking):
     lacking("datasets")
-    with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[train\]' in a checkout of hf_specdec"):
         pack_text([[1, 2, 3]], 2)
 
 

@@ -124,7 +124,7 @@ def make_graph(forward: Forward, pool: Any) -> Graph:
 def lacked_memory(error: RuntimeError) -> bool:
     """Whether a capture failed for lack of memory: torch's own allocator, the driver and cuBLAS say so differently.
 
-    Example:
+    Examples:
         >>> lacked_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
         True
     """
@@ -439,7 +439,7 @@ def compiled_forward() -> Callable[..., Any]:
 def nodes_bucket(nodes: int) -> int:
     """The number of nodes, root included, that a tree is padded to.
 
-    Example:
+    Examples:
         >>> nodes_bucket(1), nodes_bucket(17), nodes_bucket(66), nodes_bucket(300)
         (1, 17, 97, 513)
     """
@@ -449,7 +449,7 @@ def nodes_bucket(nodes: int) -> int:
 def draft_size(nodes: int) -> int:
     """The number of drafted nodes that a draft of so many is padded to.
 
-    Example:
+    Examples:
         >>> draft_size(5), draft_size(16), draft_size(300)
         (6, 16, 512)
     """
@@ -461,7 +461,7 @@ def draft_size(nodes: int) -> int:
 def prefix_bucket(entries: int) -> int:
     """The number of entries that a prefix is padded to.
 
-    Example:
+    Examples:
         >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100), prefix_bucket(33_000)
         (256, 256, 2048, 40960)
     """

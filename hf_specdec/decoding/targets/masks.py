@@ -59,7 +59,7 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
     Never a bool mask: eager attention would add it as 0 and 1 without an error.
 
-    Example:
+    Examples:
         >>> additive(torch.tensor([[[True, False]]]), torch.float16).tolist()
         [[[[0.0, -65504.0]]]]
     """

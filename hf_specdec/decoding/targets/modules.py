@@ -82,7 +82,7 @@ def is_quantised(model: nn.Module) -> bool:
 def home_of(module: nn.Module) -> torch.device:
     """The device on which a module takes its inputs: of accelerate's hook if there is one, else of its weights.
 
-    Example:
+    Examples:
         >>> home_of(nn.Linear(2, 2))
         device(type='cpu')
     """

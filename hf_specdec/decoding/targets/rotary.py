@@ -35,7 +35,7 @@ class RotaryLimit:
     def reach(self, root_positions: Tensor) -> Tensor:
         """[batch] int64: the largest position that may run in one forward with these roots [batch] int64.
 
-        Example:
+        Examples:
             >>> RotaryLimit("longrope", 8).reach(torch.tensor([5, 8])) < 100
             tensor([ True, False])
             >>> RotaryLimit("dynamic", 8).reach(torch.tensor([5, 8, 9]))

@@ -203,7 +203,7 @@ def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
         fields: the config.
         base: rotary base if the config has none; the default is that of Llama.
 
-    Example:
+    Examples:
         >>> rope_parameters({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
         {'type': 'linear', 'factor': 2.0, 'rope_type': 'linear', 'rope_theta': 500000.0}
     """

@@ -46,7 +46,7 @@ def problems(fields: Config, stored: Headers) -> list[str]:
 def _ranges(numbers: set[int]) -> str:
     """Numbers as ranges.
 
-    Example:
+    Examples:
         >>> _ranges({0, 1, 2, 4})
         '0 to 2, 4'
     """

@@ -220,7 +220,7 @@ def rank_features(logits: Tensor, top: int | None) -> Tensor:
     Returns:
         [..., 15] float32, nats.
 
-    Example:
+    Examples:
         >>> rank_features(torch.tensor([3.0, 1.0, 0.0]), None)[10:13]
         tensor([2., 3., 3.])
     """

@@ -32,7 +32,7 @@ def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
         logits: [..., draft_vocab].
         token_ids: [...] int64, ids in the draft vocabulary.
 
-    Example:
+    Examples:
         >>> rank_classes(torch.arange(12.0).expand(3, 12), torch.tensor([11, 10, 0]))
         tensor([0, 1, 3])
     """
@@ -88,7 +88,7 @@ class RankHeadQuality:
 def bucket_names() -> list[str]:
     """Names of the four buckets, best first.
 
-    Example:
+    Examples:
         >>> bucket_names()
         ['rank 1', 'rank 2-4', 'rank 5-10', 'rank > 10']
     """

@@ -129,7 +129,7 @@ def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
 def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
     """The paper's share of the layers, rounded, and at least the first exit.
 
-    Example:
+    Examples:
         >>> paper_depth(32, [4, 7, 10]), paper_depth(24, [9, 13])
         (10, 9)
     """
@@ -446,7 +446,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
 def folder_of(layer: int) -> str:
     """The folder of an exit layer's adapter within a checkpoint.
 
-    Example:
+    Examples:
         >>> folder_of(4)
         'exit-layer-04'
     """

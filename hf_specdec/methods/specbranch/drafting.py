@@ -215,7 +215,7 @@ class Row:
 def num_branches(most_branches: int, confidence: float) -> int:
     """K = max(1, floor(k_max (1 - q))): the number of candidates of a branch point. SpecBranch, Eq. 7.
 
-    Example:
+    Examples:
         >>> [num_branches(6, confidence) for confidence in (0.99, 0.5, 0.1)]
         [1, 3, 5]
     """
