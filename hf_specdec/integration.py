@@ -74,6 +74,7 @@ from hf_specdec.decoding.upstream import (
 )
 from hf_specdec.drafting.call_settings import limits_of_drafts, report_unused
 from hf_specdec.drafting.drafter import Drafter, check_is_drafter
+from hf_specdec.drafting.registry import name_of
 
 
 def enable() -> None:
@@ -355,6 +356,12 @@ def _validate_generation_mode(
     """
     drafter = mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
+        if hasattr(getattr(drafter, "config", None), "draft_token_ids"):
+            raise ValueError(
+                f"assistant_model is the plain {type(drafter).__name__} of {name_of(drafter)!r}, whose rows are only "
+                "some of the target's tokens (draft_token_ids in its config.json), so it would read other ones. Pass "
+                "what load_drafter returns for it."
+            )
         return original(self, mode, config, mode_kwargs)
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise _CallRefusedError(

@@ -244,6 +244,27 @@ def test_an_error_behind_the_first_token_stays_an_error(target: PreTrainedModel)
     assert streamer.taken == 6
 
 
+def test_continuous_batching_decodes_plainly_and_leaves_the_drafter_attached(target: PreTrainedModel) -> None:
+    drafter = make_ngram(target)
+    # On a CPU the default takes most of the memory for its pages.
+    pages = transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)
+    config = transformers.GenerationConfig(**GREEDY, eos_token_id=-1, pad_token_id=0)
+    inputs = [[5, 9, 23, 7], [12, 4, 31]]
+    model: Any = target.float()
+    found = []
+    for _ in range(2):
+        outputs = model.generate_batch(inputs, generation_config=config, continuous_batching_config=pages)
+        found.append([output.generated_tokens for output in outputs.values()])
+        attach(target, drafter)
+        assert drafts(target, drafter)
+        drafter.stats = None
+    outputs = model.generate_batch(inputs, generation_config=config, continuous_batching_config=pages)
+    found.append([output.generated_tokens for output in outputs.values()])
+    assert found[0] == found[1] == found[2]
+    assert drafter.stats is None
+    assert drafts(target, drafter)
+
+
 def test_an_error_of_a_call_is_the_one_without_a_drafter(target: PreTrainedModel) -> None:
     said = []
     for change in (lambda: None, lambda: attach(target, make_ddtree(target))):

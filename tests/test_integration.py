@@ -115,6 +115,21 @@ def test_a_pipeline_takes_a_drafter_by_its_name(name: str, tmp_path: Path, chdir
     assert assisted.assistant_model.stats.num_target_forwards > 1
 
 
+def test_a_draft_model_with_a_draft_vocabulary_is_a_drafter_also_by_its_name(tmp_path: Path) -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    small = fresh_target("llama", "sdpa", torch.float32, vocab_size=32)
+    small.config.draft_token_ids = list(range(0, 64, 2))
+    small.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    alone = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer())("abacadabra", **settings)
+    assisted = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=str(tmp_path))
+    assert isinstance(assisted.assistant_model, hf_specdec.Drafter)
+    assert assisted("abacadabra", **settings) == alone
+    with pytest.raises(ValueError, match="whose rows are only some of the target's tokens.*load_drafter"):
+        target.generate(**PROMPTS["batch of one"](), assistant_model=small)
+
+
 def test_a_pipeline_leaves_other_names_to_the_host(tmp_path: Path) -> None:
     target = make_target("llama", "sdpa", torch.float32)
     target.save_pretrained(tmp_path)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import ToHost, abilities
-from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.exchange import GREEDY, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.speed.cuda_graphs import DRAFT_SIZES, draft_size
@@ -403,7 +403,8 @@ class AutoBudget(DraftingPolicy):
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
         self.stats.num_probe_steps += sum(context.active) if self.knowledge.pauses.probing else 0
-        limited = replace(context, node_limit=context.at_most(self.node_limit))
+        # Drafts that are drawn are coupled with the target's choice, so that a sampled text would depend on times.
+        limited = replace(context, choice=GREEDY, node_limit=context.at_most(self.node_limit))
         return self.cut(generator.draft(limited), context.active)
 
     def on_round(self, step: Round) -> None:

@@ -199,7 +199,8 @@ class PausingOptions(DrafterOptions):
     """Options of drafters that choose the length of their drafts themselves.
 
     Attributes:
-        pauses: whether drafting pauses while it does not pay, by measured times; False drafts in every round.
+        pauses: whether drafting pauses while it does not pay, by measured times; False drafts in every round. In calls
+            that sample, drafts are the likeliest tokens with pauses, so that the seed alone decides, and drawn without.
     """
 
     pauses: bool = True

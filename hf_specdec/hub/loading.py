@@ -57,6 +57,8 @@ MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary table
 def is_drafter(name: str) -> bool:
     """Whether a name is that of a drafter, supported or not, rather than of a language model.
 
+    A language model with a draft vocabulary is one too: by itself it reads other tokens than the target.
+
     Raises:
         OSError: there is no such folder or repo.
         ValueError: the name is neither a folder nor a Hub id.
@@ -66,10 +68,11 @@ def is_drafter(name: str) -> bool:
     source = Source(name)
     folder = source.locate([CONFIG_FILE])
     found: list[Format] = []
+    fields: dict[str, Any] = {}
     with warnings.catch_warnings(), suppress(ValueError):  # loading it says what is wrong
         warnings.simplefilter("ignore")
-        read_config(folder, source, registered_formats(), recognised=found.append)
-    return bool(found) and found[0].family != LANGUAGE_MODEL.family
+        _, fields = read_config(folder, source, registered_formats(), recognised=found.append)
+    return bool(found) and (found[0].family != LANGUAGE_MODEL.family or "draft_token_ids" in fields)
 
 
 def _on_cpu(load: Callable[P, T]) -> Callable[P, T]:

@@ -83,7 +83,7 @@ class CausalLMOptions(TreeOptions):
         top_k: most nodes of a level that are extended, and most continuations of each of them.
         sample_drafts: if the call samples, a chain's tokens are sampled from the draft model's distribution (after the
             call's temperature, top-k, ...) and verified by rejection sampling; if False they are its likeliest tokens.
-            Both are lossless. Trees always contain the likeliest tokens.
+            Both are lossless. Trees always contain the likeliest tokens, and so do chains with `tree_budget="auto"`.
         min_confidence: a node is not expanded if the probability of its path is lower; None for no limit.
         min_acceptance: AdaEDL's threshold: a path ends after tokens drafted from a distribution for which
             1 - sqrt(entropy_weight * entropy) is lower; None for no limit.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.decoding.noise import PositionNoise
+from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.drafting.drafter import Drafter
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
@@ -50,6 +51,35 @@ def test_a_seed_gives_one_text_with_any_drafter(method: str, batch: str) -> None
     assert text(target, drafter, prompts) == expected
     assert text(target, drafter, prompts, seed=8) != expected  # look-ups remember it
     assert text(target, drafter, prompts) == expected
+
+
+class Irregular(AutoBudget):
+    """Drafts in some rounds, as times may have it."""
+
+    rounds = 0
+
+    @property
+    def drafting(self) -> bool:
+        self.rounds += 1
+        return self.rounds % 3 != self.knowledge.recent[-1] % 3  # another one in another call
+
+
+@pytest.mark.parametrize("method", sorted(DRAWS))
+def test_a_seed_gives_one_text_wherever_times_decide_what_is_drafted(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter = METHODS[method](target)
+    expected = text(target, without_drafts(), prompts)
+    for skipped in range(3):
+        knowledge = BudgetKnowledge()
+        knowledge.recent.append(skipped)
+        monkeypatch.setattr(
+            type(drafter), "drafting_policy", lambda self, model, rows, stats, of=knowledge: Irregular(of, stats)
+        )
+        assert text(target, drafter, prompts) == expected
+        assert drafter.stats is not None
+        assert drafter.stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("method", ["ddtree", "suffix", "merged"])

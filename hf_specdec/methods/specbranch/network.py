@@ -121,7 +121,8 @@ class SpecBranchOptions(PausingOptions):
         selection: `"posterior"`: H-RAD runs on a branch after the target has chosen it; `"a_priori"`: H-RAD runs while
             it is being drafted, on features of the previous round (Appendix G.2).
         candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or sampled
-            without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
+            without replacement and coupled with the target's choice (`"drawn"`, with `pauses=False`). Both are
+            lossless.
         speed_ratio: c = T_p / T_q, which limits draft lengths; None measures it in the first call with a target. Not
             saved.
         worker_threads: intra-op threads of drafting on a CPU; the target uses the remaining cores. Not saved.
