@@ -19,7 +19,7 @@ import hf_specdec
 from hf_specdec.drafting import registry
 from hf_specdec.drafting.registry import FAMILIES, MARGINAL_METHODS, method_of
 from hf_specdec.hub.formats.base import Format
-from hf_specdec.hub.formats.published import PUBLISHED
+from hf_specdec.hub.recognition import known_layouts
 from tests.count_lines import total
 from tests.method_table import METHODS
 from tests.mutations import is_plantable, mistakes
@@ -188,7 +188,7 @@ def classes_of_methods() -> list[type]:
     return [kind for kind in registry._BY_CLASS if kind.__module__.startswith("hf_specdec.methods.")]
 
 
-@pytest.mark.parametrize("layout", [layout for layout in PUBLISHED if isinstance(layout, Format)], ids=lambda x: x.name)
+@pytest.mark.parametrize("layout", [each for each in known_layouts() if isinstance(each, Format)], ids=lambda x: x.name)
 def test_published_layouts_are_named_by_their_method(layout: Format) -> None:
     assert layout in FAMILIES[layout.family].layouts
     assert layout.keys is not None

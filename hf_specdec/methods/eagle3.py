@@ -53,9 +53,9 @@ from hf_specdec.drafting.reader import CommittedReader, EntryShape, NewTokens, b
 from hf_specdec.drafting.registry import Serving, name_of, register
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.drafting.vocabulary import MappedVocabulary, draftable_rows, head_of_rows, known_ids
-from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3
+from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3, DEEPSPEC_GEMMA_4
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
-from hf_specdec.hub.formats.specforge import SPECFORGE
+from hf_specdec.hub.formats.specforge import LATENT_ATTENTION, SPECFORGE
 from hf_specdec.hub.formats.speculators import SPECULATORS
 
 __all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3Generator", "Eagle3Options"]
@@ -471,5 +471,6 @@ register(
     "eagle3",
     Eagle3Drafter,
     layouts=(SAFEAILAB, SPECFORGE, DEEPSPEC_EAGLE3, SPECULATORS["eagle3"]),
+    not_read=(DEEPSPEC_GEMMA_4, LATENT_ATTENTION),
     serving=Serving("eagle3"),
 )

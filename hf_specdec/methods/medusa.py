@@ -32,7 +32,7 @@ from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.reader import LastStates
 from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.drafting.shapes import check_shapes
-from hf_specdec.hub.formats.medusa import MEDUSA
+from hf_specdec.hub.formats.medusa import MEDUSA, OF_VLLM
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaMarginals", "MedusaOptions"]
 
@@ -273,6 +273,7 @@ register(
     "medusa",
     MedusaDrafter,
     layouts=(MEDUSA,),
+    not_read=(OF_VLLM,),
     serving=Serving(
         "medusa",
         "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",

@@ -36,6 +36,7 @@ from hf_specdec.decoding.upstream import CACHE, load_part
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.registry import Serving, register
 from hf_specdec.drafting.vocabulary import HeadRows, draftable_rows
+from hf_specdec.hub.formats.mtp import NOT_READ
 from hf_specdec.methods.eagle3 import Eagle3Generator, Eagle3Options
 
 __all__ = ["LOOKED_FOR", "Layout", "MTPDrafter", "MTPOptions", "check_supported", "find_layout"]
@@ -564,6 +565,7 @@ register(
     "mtp",
     MTPDrafter,
     origin="target",
+    not_read=NOT_READ,
     serving=Serving(
         "mtp",
         "vLLM reads the layer in the target's own checkpoint (method mtp in --speculative-config)",

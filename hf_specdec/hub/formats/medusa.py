@@ -72,11 +72,8 @@ MEDUSA = Format(
     recognises=lambda config: "medusa_num_heads" in config,
     recognises_names=lambda names: any(re.match(r"medusa_head\.|\d+\.0\.linear\.weight$", name) for name in names),
 )
-LAYOUTS = (
-    MEDUSA,
-    Unsupported(
-        "Medusa (vLLM)",
-        "a reader for vLLM's names of Medusa heads",
-        lambda config: str(config.get("model_type")).endswith("medusa"),
-    ),
+OF_VLLM = Unsupported(
+    "Medusa (vLLM)",
+    "a reader for vLLM's names of Medusa heads",
+    lambda config: str(config.get("model_type")).endswith("medusa"),
 )
