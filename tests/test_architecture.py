@@ -27,7 +27,9 @@ from tests.mutations import is_plantable, mistakes
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each part imports those before it; the applications, which are not listed, import all of them.
-ORDER = ("decoding", "drafting", "formats", "methods", "hub", "training", "adaptation")
+ORDER = ("decoding", "drafting", "formats", "recipes", "methods", "hub", "training", "adaptation")
+# Of hf_specdec.training, what the recipe of a method is made of.
+RECIPES = {"features", "losses", "options", "passes", "progress", "recipe", "source", "step", "vocabulary"}
 LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
 # Arrows upwards that are left: saving and publishing are functions of a drafter.
 UPWARDS = {
@@ -67,6 +69,8 @@ def part_of(path: Path) -> str:
 def part_of_module(name: str) -> str:
     """The part of the house that a module, or a name in it, belongs to; empty for the package itself."""
     _, *parts = name.split(".")
+    if parts[:1] == ["training"] and RECIPES.intersection(parts[1:2]):
+        return "recipes"
     return "formats" if parts[:2] == ["hub", "formats"] else parts[0] if parts else ""
 
 
