@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.targets.taps import decoder_layers
+from hf_specdec.methods.medusa import HeadsStep
 from hf_specdec.methods.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.training.losses import LossName
-from hf_specdec.training.medusa import HeadsStep
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
