@@ -27,9 +27,10 @@ from tests.mutations import is_plantable, mistakes
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each part imports those before it; the applications, which are not listed, import all of them.
-ORDER = ("decoding", "drafting", "formats", "recipes", "methods", "hub", "training", "adaptation")
+ORDER = ("decoding", "drafting", "formats", "recipes", "files", "methods", "hub", "training", "adaptation")
 # Of hf_specdec.training, what the recipe of a method is made of.
 RECIPES = {"features", "losses", "options", "passes", "progress", "recipe", "source", "step", "vocabulary"}
+READERS = {"files", "tensors"}  # of hf_specdec.hub, what reads files for whoever asks
 LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
 # Arrows upwards that are left: saving and publishing are functions of a drafter.
 UPWARDS = {
@@ -71,6 +72,8 @@ def part_of_module(name: str) -> str:
     _, *parts = name.split(".")
     if parts[:1] == ["training"] and RECIPES.intersection(parts[1:2]):
         return "recipes"
+    if parts[:1] == ["hub"] and READERS.intersection(parts[1:2]):
+        return "files"
     return "formats" if parts[:2] == ["hub", "formats"] else parts[0] if parts else ""
 
 
@@ -164,10 +167,20 @@ def test_every_registered_method_takes_the_shared_tests() -> None:
 
 
 # What other parts ask about a method is in the registry: they import no method, and compare with no method's name.
-ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize", "integration", "cli", "commands")
+ROOMS = (
+    "files",
+    "hub",
+    "serving",
+    "verification",
+    "benchmark",
+    "adaptation",
+    "visualize",
+    "integration",
+    "cli",
+    "commands",
+)
 EXCEPTIONS = {
     "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
-    "hub/parallel_heads.py": {"parallel_heads"},  # the part of that method that reads Meta's files
     "hub/loading.py": {"merged"},  # a list of drafters means a merged one
 }
 
