@@ -21,11 +21,11 @@ from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.keys import DECODER, OURS, TRANSFORMERS, Section, check_keys
 from hf_specdec.hub.formats.library import find_own_layout
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
-from hf_specdec.hub.formats.specblock import SPECBLOCK
 from hf_specdec.hub.formats.specforge import SPECFORGE
 from hf_specdec.hub.formats.zlab import ZLAB
 from hf_specdec.hub.loading import registered_formats
 from hf_specdec.hub.recognition import known_layouts
+from hf_specdec.methods.specblock.layouts import SPECBLOCK
 from hf_specdec.unsafe_keys import without_unsafe_keys
 from tests.hub.layouts import CASES, LAYERS, build
 from tests.method_table import METHODS
