@@ -23,11 +23,11 @@ from transformers import TrainingArguments, set_seed
 
 from hf_specdec import load_drafter
 from hf_specdec.drafting.drafter import always_drafting
-from hf_specdec.training import DrafterTrainer
+from hf_specdec.methods.specblock.training import SpecBlockStep, new_drafter
 from hf_specdec.training.answer_files import RECIPE_FILE, read_answers, training_rows
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
-from hf_specdec.training.specblock import SpecBlockStep, new_drafter
+from hf_specdec.training.trainer import DrafterTrainer
 from hf_specdec.training.vocabulary import frequent_tokens
 
 FIXED = "without rank-guided branching"

@@ -22,7 +22,7 @@ from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_len
 
 from hf_specdec import load_drafter
 from hf_specdec.methods.specblock.quality import rank_head_quality
-from hf_specdec.training.specblock import new_drafter
+from hf_specdec.methods.specblock.training import new_drafter
 
 BLOCKS = (1, 2, 3, 4)
 TREE_BUDGET = 6

@@ -19,7 +19,7 @@ import hf_specdec
 from hf_specdec.drafting import registry
 from hf_specdec.drafting.registry import FAMILIES, MARGINAL_METHODS, method_of
 from hf_specdec.hub.formats.base import Format
-from hf_specdec.hub.formats.published import PUBLISHED
+from hf_specdec.hub.recognition import known_layouts
 from tests.count_lines import total
 from tests.method_table import METHODS
 from tests.mutations import is_plantable, mistakes
@@ -27,7 +27,10 @@ from tests.mutations import is_plantable, mistakes
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each part imports those before it; the applications, which are not listed, import all of them.
-ORDER = ("decoding", "drafting", "formats", "methods", "hub", "training", "adaptation")
+ORDER = ("decoding", "drafting", "formats", "recipes", "files", "methods", "hub", "training", "adaptation")
+# Of hf_specdec.training, what the recipe of a method is made of.
+RECIPES = {"features", "losses", "options", "passes", "progress", "recipe", "source", "step", "vocabulary"}
+READERS = {"files", "tensors"}  # of hf_specdec.hub, what reads files for whoever asks
 LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
 # Arrows upwards that are left: saving and publishing are functions of a drafter.
 UPWARDS = {
@@ -67,6 +70,10 @@ def part_of(path: Path) -> str:
 def part_of_module(name: str) -> str:
     """The part of the house that a module, or a name in it, belongs to; empty for the package itself."""
     _, *parts = name.split(".")
+    if parts[:1] == ["training"] and RECIPES.intersection(parts[1:2]):
+        return "recipes"
+    if parts[:1] == ["hub"] and READERS.intersection(parts[1:2]):
+        return "files"
     return "formats" if parts[:2] == ["hub", "formats"] else parts[0] if parts else ""
 
 
@@ -160,10 +167,20 @@ def test_every_registered_method_takes_the_shared_tests() -> None:
 
 
 # What other parts ask about a method is in the registry: they import no method, and compare with no method's name.
-ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize", "integration", "cli", "commands")
+ROOMS = (
+    "files",
+    "hub",
+    "serving",
+    "verification",
+    "benchmark",
+    "adaptation",
+    "visualize",
+    "integration",
+    "cli",
+    "commands",
+)
 EXCEPTIONS = {
     "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
-    "hub/parallel_heads.py": {"parallel_heads"},  # the part of that method that reads Meta's files
     "hub/loading.py": {"merged"},  # a list of drafters means a merged one
 }
 
@@ -188,7 +205,7 @@ def classes_of_methods() -> list[type]:
     return [kind for kind in registry._BY_CLASS if kind.__module__.startswith("hf_specdec.methods.")]
 
 
-@pytest.mark.parametrize("layout", [layout for layout in PUBLISHED if isinstance(layout, Format)], ids=lambda x: x.name)
+@pytest.mark.parametrize("layout", [each for each in known_layouts() if isinstance(each, Format)], ids=lambda x: x.name)
 def test_published_layouts_are_named_by_their_method(layout: Format) -> None:
     assert layout in FAMILIES[layout.family].layouts
     assert layout.keys is not None
@@ -272,7 +289,7 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 27_000
+MOST_CODE_LINES = 27_150
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:

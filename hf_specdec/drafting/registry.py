@@ -67,6 +67,7 @@ class Method:
             load the weights; without weights it is on the meta device. None for a `PretrainedDrafter`, whose tensors
             are checked one by one.
         layouts: the published layouts of its checkpoints (`Format` of `hub/formats/base.py`).
+        not_read: layouts of its checkpoints that are recognised and refused (`Unsupported`, there).
         own_keys: the keys of the layout of this library (`Section`), where they do not follow from the config class.
         own_files: see `Format.own_files`.
         missing: see `Format.missing`.
@@ -80,6 +81,7 @@ class Method:
     origin: Origin = "checkpoint"
     load: Callable[..., Any] | None = None
     layouts: tuple[Any, ...] = ()
+    not_read: tuple[Any, ...] = ()
     own_keys: Any = None
     own_files: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda fields: {}
     missing: Callable[..., list[str]] = lambda fields, folder: []
@@ -138,6 +140,12 @@ def register_marginal_method(name: str, make: Callable[[Any, Any], TreeCandidate
 def method_of(drafter: object) -> Method | None:
     """The method of a drafter, also if its class is derived from that of a registered one; None if it is of none."""
     return next((_BY_CLASS[kind] for kind in type(drafter).__mro__ if kind in _BY_CLASS), None)
+
+
+def published_layouts() -> list[Any]:
+    """The layouts that methods registered, read or not, in the order in which they are recognised."""
+    found = [layout for method in _BY_CLASS.values() for layout in (*method.layouts, *method.not_read)]
+    return sorted(found, key=lambda layout: layout.rank)
 
 
 def serving_of(drafter: object) -> Serving:

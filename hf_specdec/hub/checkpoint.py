@@ -15,8 +15,7 @@ from typing import Any
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
 from hf_specdec.hub.formats.keys import check_keys
-from hf_specdec.hub.formats.published import PUBLISHED
-from hf_specdec.hub.recognition import drafter_layout, recognise
+from hf_specdec.hub.recognition import drafter_layout, known_layouts, recognise
 from hf_specdec.hub.wording import printable
 from hf_specdec.unsafe_keys import CODE, listed, without_unsafe_keys
 
@@ -93,7 +92,7 @@ def read_config(
     def tensor_names() -> Collection[str]:
         others = [
             file
-            for layout in PUBLISHED
+            for layout in known_layouts()
             if isinstance(layout, Format) and layout.recognises_names is not None
             for file in layout.other_weights
         ]

@@ -39,7 +39,6 @@ from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, safetensors_he
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import own_layout
-from hf_specdec.hub.formats.published import PUBLISHED
 from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.recognition import NotADrafterError
@@ -243,13 +242,12 @@ def load_drafter(
 
 
 def registered_formats() -> list[Format]:
-    """The layouts of registered families that are not in `formats/published.py`."""
+    """The layouts of this library, of registered families."""
     formats = []
     for family in FAMILIES.values():
         if family.load is None:
             parts = {"own_files": family.own_files, "missing": family.missing}
             formats.append(own_layout(family.name, family.drafter.config_class, family.own_keys, **parts))
-        formats += [layout for layout in family.layouts if layout not in PUBLISHED]
     return formats
 
 

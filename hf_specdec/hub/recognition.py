@@ -1,8 +1,8 @@
 """Finds the format of a checkpoint, which defines the drafter family that loads it.
 
 The format follows from the config, and for configs that look like a plain language model's from the tensor names. The
-name of the repo is not used, and `model_type` is often that of a language model. Needs neither torch nor transformers.
-Source: shared facts on formats, A1.
+name of the repo is not used, and `model_type` is often that of a language model. Layouts come from the methods that are
+registered, see `hf_specdec/methods/`. Source: shared facts on formats, A1.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 
+from hf_specdec.drafting.registry import published_layouts
 from hf_specdec.hub.formats.base import Config, Format, Unsupported
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import PREFIX, find_own_layout
-from hf_specdec.hub.formats.published import PUBLISHED
+from hf_specdec.hub.formats.speculators import OTHER_KIND
 
 
 def recognise(
@@ -29,17 +30,13 @@ def recognise(
         name: the name of the checkpoint, for messages.
         tensor_names: returns the names of its tensors; called only if the config may be that of a drafter and does not
             define the format.
-        registered: the layouts of registered families, which take precedence over a plain language model.
+        registered: the layouts of this library, see `find_own_layout`.
 
     Raises:
         ValueError: the format is not supported, or the checkpoint is not a drafter; names what the config has.
     """
-    registered = list(registered)
     if (found := _of_a_drafter(config, name, tensor_names, registered)) is not None:
         return _supported(found, name)
-    for layout in registered:
-        if layout.recognises is not None and layout.recognises(config):
-            return layout
     if is_language_model(config):
         return LANGUAGE_MODEL
     raise NotADrafterError(config, name)
@@ -52,19 +49,25 @@ def drafter_layout(config: Config, name: str) -> str | None:
 
 
 def _of_a_drafter(
-    config: Config, name: str, tensor_names: Callable[[], Collection[str]], registered: list[Format]
+    config: Config, name: str, tensor_names: Callable[[], Collection[str]], registered: Iterable[Format]
 ) -> Format | Unsupported | None:
     if (own := find_own_layout(config, name, registered)) is not None:
         return own
-    for layout in PUBLISHED:
+    layouts = known_layouts()
+    for layout in layouts:
         if layout.recognises is not None and layout.recognises(config):
             return layout
     if config.get("num_hidden_layers") == 1 or "model_type" not in config:
         names = set(tensor_names())
-        for layout in PUBLISHED:
+        for layout in layouts:
             if layout.recognises_names is not None and layout.recognises_names(names):
                 return layout
     return None
+
+
+def known_layouts() -> list[Format | Unsupported]:
+    """The published layouts that are recognised, supported or not, in the order in which they can be told apart."""
+    return sorted([*published_layouts(), OTHER_KIND], key=lambda layout: layout.rank)
 
 
 class NotADrafterError(ValueError):
@@ -87,7 +90,7 @@ def is_language_model(config: Config) -> bool:
 
 
 def _known() -> str:
-    names = dict.fromkeys(layout.name for layout in [*PUBLISHED, LANGUAGE_MODEL] if isinstance(layout, Format))
+    names = dict.fromkeys(layout.name for layout in [*known_layouts(), LANGUAGE_MODEL] if isinstance(layout, Format))
     return f"{', '.join(names)}, and what hf_specdec saves itself (model_type {PREFIX}...)"
 
 

@@ -65,7 +65,7 @@ from hf_specdec.drafting.vocabulary import (
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
 from hf_specdec.hub.formats.muse import MUSE
 from hf_specdec.hub.formats.speculators import SPECULATORS
-from hf_specdec.hub.formats.zlab import ZLAB
+from hf_specdec.hub.formats.zlab import LAGUNA, ZLAB
 
 __all__ = ["BLOCK_SERVING", "DFlashConfig", "DFlashDrafter", "DFlashOptions"]
 
@@ -635,6 +635,7 @@ register(
     "dflash",
     DFlashDrafter,
     layouts=(ZLAB, DEEPSPEC_DFLASH, MUSE, SPECULATORS["dflash"]),
+    not_read=(LAGUNA,),
     serving=BLOCK_SERVING,
 )
 register_marginal_method("dflash", lambda source, options: ChainGenerator(source))

@@ -31,7 +31,7 @@ from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import head_of_rows, known_ids
-from hf_specdec.hub.formats.dspark import DSPARK
+from hf_specdec.hub.formats.dspark import DSPARK, NOT_READ
 from hf_specdec.hub.formats.speculators import SPECULATORS
 from hf_specdec.methods.dflash import (
     BLOCK_SERVING,
@@ -383,5 +383,6 @@ register(
     "dspark",
     DSparkDrafter,
     layouts=(DSPARK, SPECULATORS["dspark"]),
+    not_read=NOT_READ,
     serving=replace(BLOCK_SERVING, method="dspark"),
 )

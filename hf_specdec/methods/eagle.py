@@ -31,6 +31,7 @@ from hf_specdec.drafting.registry import Serving, name_of, register
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.drafting.vocabulary import CachedRows, draftable_rows
 from hf_specdec.hub.formats.safeailab import SAFEAILAB_EAGLE
+from hf_specdec.hub.formats.speculators import SPECULATORS_EAGLE
 from hf_specdec.methods.eagle3 import Eagle3Generator, Eagle3Options, PairDrafter
 
 __all__ = ["EagleConfig", "EagleDrafter", "EagleGenerator", "EagleOptions"]
@@ -209,6 +210,7 @@ register(
     "eagle",
     EagleDrafter,
     layouts=(SAFEAILAB_EAGLE,),
+    not_read=(SPECULATORS_EAGLE,),
     serving=Serving(
         "eagle",
         "vLLM serves these drafters in their published layout (method eagle in --speculative-config)",

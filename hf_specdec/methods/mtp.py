@@ -36,6 +36,8 @@ from hf_specdec.decoding.upstream import CACHE, load_part
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.registry import Serving, register
 from hf_specdec.drafting.vocabulary import HeadRows, draftable_rows
+from hf_specdec.hub.formats.base import Unsupported, architecture
+from hf_specdec.hub.formats.speculators import is_kind
 from hf_specdec.methods.eagle3 import Eagle3Generator, Eagle3Options
 
 __all__ = ["LOOKED_FOR", "Layout", "MTPDrafter", "MTPOptions", "check_supported", "find_layout"]
@@ -561,10 +563,18 @@ def _misfit(kind: str, differences: list[str]) -> ValueError:
     )
 
 
+# Layers that were published by themselves; they are read from the target's files only.
+_NEEDED = "the target's own layers of which it is a part: load the target with them"
+NOT_READ = (
+    Unsupported("speculators mtp", _NEEDED, is_kind("mtp"), rank=0),
+    Unsupported("multi-token prediction", _NEEDED, architecture("MTP", "MtpModel")),
+)
+
 register(
     "mtp",
     MTPDrafter,
     origin="target",
+    not_read=NOT_READ,
     serving=Serving(
         "mtp",
         "vLLM reads the layer in the target's own checkpoint (method mtp in --speculative-config)",

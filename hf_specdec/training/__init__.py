@@ -1,19 +1,7 @@
-"""Training drafters: rows of text, the frozen target's states, losses, and a Trainer with one step per method.
+"""Training drafters: rows of text, the frozen target's states, losses, and a Trainer.
 
-Nothing here is imported by `import hf_specdec`. Rows of text and the training of H-RAD need the extra
-`hf_specdec[train]`; what `hf_specdec/adaptation/` uses does not.
+The step, options and recipe of a method are with the method in `hf_specdec/methods/`. Rows of text and the training of
+H-RAD need the extra `hf_specdec[train]`; what methods and `hf_specdec/adaptation/` use does not.
 """
 
-from hf_specdec.training import (  # noqa: F401  (each registers its recipe)
-    causal_lm,
-    dflash,
-    dspark,
-    eagle3,
-    medusa,
-    parallel_heads,
-    specblock,
-    specbound,
-)
-from hf_specdec.training.trainer import DrafterTrainer
-
-__all__ = ["DrafterTrainer"]
+import hf_specdec.methods  # noqa: F401  (registers the recipes)

@@ -51,7 +51,6 @@ from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.card import TRAINING_FILE, read_record
 from hf_specdec.hub.saving import check_free, check_writable, going_on, writing_errors
-from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.answer_files import RECIPE_FILE
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import datasets_package
@@ -65,6 +64,7 @@ from hf_specdec.training.source import Source, load_target
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
+from hf_specdec.training.trainer import DrafterTrainer
 from hf_specdec.training.validation import ValidationRounds, validation_prompts
 
 SHARED_SETTINGS = ("batch_size", "loss", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")

@@ -17,7 +17,8 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.training.losses import LossName
-from hf_specdec.training.schedule import ScheduleName
+
+ScheduleName = Literal["linear", "cosine"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Recipe: what a method adds to the training command in `command.py`: its options, its new drafter and its step.
 
-A method registers its recipe at the foot of its module under `training/`; the command names no method.
+A method registers its recipe at the foot of its own file; the command names no method. Importing this needs torch and
+transformers only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.registry import runs_again, unknown_name
-from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
@@ -52,7 +52,7 @@ class Recipe(Generic[Options]):
     further: Callable[[Any, PreTrainedModel], TrainingStep] | None = None
     read_rows: Callable[[Options, Any, PreTrainedModel, Rows], None] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
-    as_drafter: Callable[[Any], PublishedDrafter] | None = None
+    as_drafter: Callable[[Any], Any] | None = None
 
 
 RECIPES: dict[str, Recipe[Any]] = {}

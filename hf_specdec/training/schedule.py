@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 
-ScheduleName = Literal["linear", "cosine"]
+from hf_specdec.training.options import ScheduleName
+
 UNBOUNDED = 10**9  # max_steps of the Trainer if the time ends the run
 FIRST_GUESS = 1000  # steps, before the first one was measured
 

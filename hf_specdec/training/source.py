@@ -10,14 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafting.pairing import text_mode
 from hf_specdec.drafting.targets import whole_target
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 HELD_OUT = 50  # every 50th document or conversation is not trained on
 

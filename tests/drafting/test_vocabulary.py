@@ -243,8 +243,8 @@ def test_a_draft_vocabulary_with_tokens_that_the_target_lacks_is_refused(
 @pytest.mark.filterwarnings(ASSUMED_PADDING)
 def test_learning_from_a_target_of_another_size_is_refused(models: dict[int, PreTrainedModel]) -> None:
     pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
-    from hf_specdec.training.specblock import SpecBlockStep
-    from hf_specdec.training.specbound import SpecBoundStep
+    from hf_specdec.methods.specblock.training import SpecBlockStep
+    from hf_specdec.methods.specbound.training import SpecBoundStep
 
     for step, drafter in ((SpecBlockStep, make_specblock), (SpecBoundStep, make_specbound)):
         with pytest.raises(ValueError, match="vocabulary of 64, but target .* has 72 embeddings.*training compares"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_specdec.training import DrafterTrainer
+from hf_specdec.training.trainer import DrafterTrainer
 from tests.targets import fresh_target
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_specdec.methods.specblock.training import block_losses
 from hf_specdec.training.losses import (
     LOSS_NAMES,
     SOFT_LOSSES,
@@ -20,7 +21,6 @@ from hf_specdec.training.losses import (
     refusal_loss,
     tv_loss,
 )
-from hf_specdec.training.specblock import block_losses
 
 POSITIONS, HIDDEN, VOCAB = 7, 6, 11
 

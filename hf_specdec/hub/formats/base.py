@@ -93,6 +93,8 @@ class Format:
             config always tells.
         write: the `config.json` in this layout from the fields of our config and the target, see `hub/export.py`, for
             layouts that vLLM serves. Raises ValueError if the layout has no field for something.
+        rank: its place in the order of recognition, smallest first: a layout whose condition also holds for configs of
+            another one has the larger rank.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Format:
     recognises: Callable[[Config], bool] | None = None
     recognises_names: Callable[[Collection[str]], bool] | None = None
     write: Callable[[Config, Config], Config] | None = None
+    rank: int = 100
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,14 @@ class Unsupported:
         missing: what its drafters need and this library does not have.
         recognises: as for `Format`.
         recognises_names: as for `Format`.
+        rank: as for `Format`.
     """
 
     name: str
     missing: str
     recognises: Callable[[Config], bool] | None = None
     recognises_names: Callable[[Collection[str]], bool] | None = None
+    rank: int = 100
 
 
 def architecture(*parts: str) -> Callable[[Config], bool]:

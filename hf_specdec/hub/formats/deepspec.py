@@ -77,6 +77,7 @@ DEEPSPEC_DFLASH = Format(
     ),
     training=_TRAINING,
     recognises=is_deepspec_dflash,
+    rank=40,
 )  # fmt: skip
 DEEPSPEC_EAGLE3 = Format(
     "EAGLE-3 (DeepSpec)",
@@ -88,9 +89,6 @@ DEEPSPEC_EAGLE3 = Format(
     ),
     training=_TRAINING,
     recognises=architecture("Qwen3Eagle3Model"),
+    rank=40,
 )  # fmt: skip
-LAYOUTS = (
-    DEEPSPEC_DFLASH,
-    DEEPSPEC_EAGLE3,
-    Unsupported("DeepSpec EAGLE-3 for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4Eagle3")),
-)
+DEEPSPEC_GEMMA_4 = Unsupported("DeepSpec EAGLE-3 for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4Eagle3"), rank=40)

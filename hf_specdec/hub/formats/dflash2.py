@@ -59,5 +59,5 @@ DFLASH2 = Format(
     replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
     refused=zlab.ZLAB.refused,
     recognises=is_dflash2,
+    rank=30,
 )
-LAYOUTS = (DFLASH2,)

@@ -116,15 +116,21 @@ DSPARK = Format(
     ),
     check=check_vocabulary_maps,
     recognises=is_dspark,
+    rank=51,
 )  # fmt: skip
-LAYOUTS = (
-    Unsupported("Domino", "a recurrent net over the drafted prefix that corrects the logits", architecture("Domino")),
-    DSPARK,
-    Unsupported("DSpark for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4DSpark")),
+NOT_READ = (
+    Unsupported(
+        "Domino",
+        "a recurrent net over the drafted prefix that corrects the logits",
+        architecture("Domino"),
+        rank=50,
+    ),
+    Unsupported("DSpark for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4DSpark"), rank=52),
     Unsupported(
         "DSpark for Qwen3.5",
         "draft layers with gated queries and norms of gain 1 + w",
         architecture("Qwen35DSpark"),
+        rank=52,
     ),
-    Unsupported("DSpark of another architecture", "draft layers that are not Qwen3's", architecture("DSpark")),
+    Unsupported("DSpark of another architecture", "draft layers that are not Qwen3's", architecture("DSpark"), rank=53),
 )

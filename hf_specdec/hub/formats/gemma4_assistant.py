@@ -165,8 +165,8 @@ GEMMA4_ASSISTANT = Format(
     ),
     check=check,
     recognises=lambda config: config.get("model_type") in BACKBONES,
+    rank=20,
 )
-LAYOUTS = (GEMMA4_ASSISTANT,)
 OWN_KEYS = Section(
     OURS.union((
         "attention_bias", "backbone_hidden_size", "centroid_intermediate_top_k", "final_logit_softcapping",

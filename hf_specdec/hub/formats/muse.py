@@ -59,5 +59,5 @@ MUSE = Format(
     read,
     decoder("block_size", "mask_token_id", "target_layer_ids", only={"attention_bias": (False,), "mlp_bias": (False,)}),
     recognises=lambda config: config.get("model_type") == MODEL_TYPE,
+    rank=20,
 )
-LAYOUTS = (MUSE,)

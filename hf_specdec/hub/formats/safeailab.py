@@ -23,6 +23,7 @@ SAFEAILAB = Format(
     check=check_vocabulary_maps,
     recognises=lambda config: "draft_vocab_size" in config and config.get("num_hidden_layers") == 1,
     recognises_names=lambda names: any(name.startswith("midlayer.") for name in names),
+    rank=90,
 )
 
 
@@ -55,5 +56,5 @@ SAFEAILAB_EAGLE = Format(
         {"fc.weight", "layers.0.mlp.up_proj.weight"} <= set(names)
         and not {"lm_head.weight", "norm.weight"} & set(names)
     ),
+    rank=91,
 )
-LAYOUTS = (SAFEAILAB, SAFEAILAB_EAGLE)

@@ -76,6 +76,7 @@ SPECFORGE = Format(
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     recognises=lambda config: any(name.endswith("Eagle3") for name in config.get("architectures") or ()),
+    rank=81,
 )
 SPECFORGE_PEAGLE = Format(
     "P-EAGLE (SpecForge)",
@@ -89,12 +90,11 @@ SPECFORGE_PEAGLE = Format(
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     recognises=architecture("PEagle"),
+    rank=60,  # its configs have a dflash_config, as those of the next ones
 )  # fmt: skip
-LAYOUTS = (
-    Unsupported(
-        "EAGLE-3 with multi-head latent attention",
-        "a draft layer with latent attention",
-        architecture("Eagle3DeepseekV2"),
-    ),
-    SPECFORGE,
+LATENT_ATTENTION = Unsupported(
+    "EAGLE-3 with multi-head latent attention",
+    "a draft layer with latent attention",
+    architecture("Eagle3DeepseekV2"),
+    rank=80,
 )

@@ -19,7 +19,6 @@ from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import with_heads
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import TRANSFORMERS, Section, decoder
-from hf_specdec.hub.formats.mtp import NEEDED as NEEDED_BY_MTP
 
 # Of the training class.
 _DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
@@ -328,7 +327,8 @@ _DFLASH = (
 )  # fmt: skip
 
 
-def _is(kind: str) -> Callable[[Config], bool]:
+def is_kind(kind: str) -> Callable[[Config], bool]:
+    """Recognises configs of drafters of this kind."""
     return lambda config: speculators_type(config) == kind
 
 
@@ -339,8 +339,9 @@ SPECULATORS = {
         read,
         keys,
         check=check_vocabulary_maps,
-        recognises=_is(family),
+        recognises=is_kind(family),
         write=write,
+        rank=0,
     )
     for family, name, read, write, keys in (
         (
@@ -363,13 +364,12 @@ SPECULATORS = {
         ),
     )
 }  # fmt: skip
-LAYOUTS: tuple[Format | Unsupported, ...] = (
-    *SPECULATORS.values(),
-    Unsupported("speculators mtp", NEEDED_BY_MTP, _is("mtp")),
-    Unsupported("speculators eagle", "a reader for EAGLE-1, whose drafters have no head", _is("eagle")),
-    Unsupported(
-        "speculators",
-        f"one of the kinds {', '.join(SPECULATORS)} in speculators_model_type",
-        lambda config: speculators_type(config) is not None,
-    ),
+SPECULATORS_EAGLE = Unsupported(
+    "speculators eagle", "a reader for EAGLE-1, whose drafters have no head", is_kind("eagle"), rank=0
+)
+OTHER_KIND = Unsupported(
+    "speculators",
+    f"one of the kinds {', '.join(SPECULATORS)} in speculators_model_type",
+    lambda config: speculators_type(config) is not None,
+    rank=10,
 )

@@ -94,12 +94,11 @@ ZLAB = Format(
     recognises=lambda config: (
         "dflash_config" in config or any(name.startswith("DFlash") for name in config.get("architectures") or ())
     ),
+    rank=71,
 )
-LAYOUTS = (
-    Unsupported(
-        "Laguna DFlash",
-        "a norm for each tapped state and gated, fused attention",
-        architecture("DFlashLaguna"),
-    ),
-    ZLAB,
+LAGUNA = Unsupported(
+    "Laguna DFlash",
+    "a norm for each tapped state and gated, fused attention",
+    architecture("DFlashLaguna"),
+    rank=70,
 )

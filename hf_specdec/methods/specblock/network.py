@@ -7,7 +7,7 @@ reproduce their own numbers; the docstring of `SpecBlockConfig` says where paper
 The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2); decoder layers with a
 shift between slots (Eq. 3), the drafter's own head and the rank head (Eq. 4) follow. The caller gives the attention
 mask. `drafting.py` chooses the starts, builds the tree and holds the state of a `generate` call; training is in
-`training/specblock.py`. Sources: SpecBlock, Sections 3.1 and 3.2, Appendices A and B; shared facts on formats, section
+`training.py`. Sources: SpecBlock, Sections 3.1 and 3.2, Appendices A and B; shared facts on formats, section
 7; shiweijiezero/SpecBlock.
 """
 

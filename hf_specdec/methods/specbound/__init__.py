@@ -8,6 +8,8 @@ from hf_specdec.methods.specbound.network import (
     SpecBoundOptions,
     adapter_shapes,
 )
+from hf_specdec.methods.specbound.training import RECIPE
+from hf_specdec.training.recipe import register_recipe
 
 __all__ = ["SpecBoundConfig", "SpecBoundDrafter", "SpecBoundOptions"]
 
@@ -18,3 +20,4 @@ register(
     serving=Serving(not_exported="SpecBound changes how the target runs, and vLLM has no class for it"),
     replays=ReplayGenerator,
 )
+register_recipe(RECIPE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specdec.methods.specblock.quality import RankHeadQuality, rank_head_quality
-from hf_specdec.training.specblock import SpecBlockStep
+from hf_specdec.methods.specblock.training import SpecBlockStep
 from tests.method_table import make_specblock
 from tests.targets import make_target
 

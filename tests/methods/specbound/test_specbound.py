@@ -507,7 +507,7 @@ def test_adapters_trained_for_another_target_are_refused(
     target: PreTrainedModel, settings: dict[str, Any], message: str
 ) -> None:
     pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
-    from hf_specdec.training.specbound import new_drafter
+    from hf_specdec.methods.specbound.training import new_drafter
 
     drafter = new_drafter(target, exit_layers=[1, 3], lora_rank=2)
     other = make_target("llama", "sdpa", **{"num_hidden_layers": 6, **settings})

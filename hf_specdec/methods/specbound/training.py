@@ -1,8 +1,8 @@
 """The SpecBound training step: all exit heads at once, on hidden states that the frozen target computed once.
 
 The label of a position is the target's most probable token there ("ce") or its distribution ("kl"), so every position
-of any text has a label. Source: SpecBound, Section 3.1 and Appendix C. The heads are in
-`hf_specdec/methods/specbound/`, the target's states in `features.py`.
+of any text has a label. Source: SpecBound, Section 3.1 and Appendix C. The target's
+states are in `training/features.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_specdec.methods.specbound.network import (
 )
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.recipe import Recipe, register_recipe
+from hf_specdec.training.recipe import Recipe
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary, copy_head
@@ -168,7 +168,7 @@ def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
 
 
 @dataclass(kw_only=True)
-class SpecBoundOptions(TrainOptions):
+class SpecBoundTrainOptions(TrainOptions):
     """Options of the training command for SpecBound."""
 
     exit_layers: list[Count] | None = HfArg(default=None, help="layers before each exit; default: three")
@@ -182,7 +182,7 @@ class SpecBoundOptions(TrainOptions):
 
 
 def _prepare(
-    options: SpecBoundOptions, target: PreTrainedModel, source: Source
+    options: SpecBoundTrainOptions, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target)
     vocabulary = None if size is None else torch.arange(size)  # replaced by `_read_rows`
@@ -196,7 +196,7 @@ def _prepare(
     return drafter, SpecBoundStep(drafter, target, num_positions=options.positions, loss=options.loss)
 
 
-def _read_rows(options: SpecBoundOptions, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: SpecBoundTrainOptions, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
     if not drafter.config.maps_vocabulary:
         return
     drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
@@ -212,4 +212,4 @@ def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) 
     print(drafter.eval().calibrate(prompts, target))
 
 
-register_recipe(Recipe("specbound", SpecBoundOptions, _prepare, read_rows=_read_rows, finish=_finish))
+RECIPE = Recipe("specbound", SpecBoundTrainOptions, _prepare, read_rows=_read_rows, finish=_finish)

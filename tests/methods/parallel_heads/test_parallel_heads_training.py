@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.training.parallel_heads import ParallelHeadsStep, new_drafter
+from hf_specdec.methods.parallel_heads import ParallelHeadsStep, new_drafter
+from tests.methods.medusa.test_medusa_training import row
 from tests.targets import make_target
 from tests.training.short_run import learns_what_is_then_drafted
 from tests.training.test_losses import plain
-from tests.training.test_medusa import row
 from tests.watched import Watched
 
 

@@ -18,14 +18,14 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.methods.specblock.drafting import SpecBlockGenerator, Starts
 from hf_specdec.methods.specblock.quality import rank_classes
-from hf_specdec.training.passes import block_masks
-from hf_specdec.training.specblock import (
+from hf_specdec.methods.specblock.training import (
     BlockLosses,
     SpecBlockStep,
     block_losses,
     new_drafter,
     smoothed_classes,
 )
+from hf_specdec.training.passes import block_masks
 from hf_specdec.training.trainer import DrafterTrainer
 from hf_specdec.training.vocabulary import frequent_tokens
 from tests.method_table import make_specblock

@@ -43,5 +43,5 @@ SPECBLOCK = Format(
     beside={"vocab_mapping.pt": ("d2t", "t2d")},
     # The `model_type` is that of a language model.
     recognises=lambda config: "diffspec_draft_token_num" in config or architecture("SpecBlock")(config),
+    rank=20,
 )  # fmt: skip
-LAYOUTS = (SPECBLOCK,)

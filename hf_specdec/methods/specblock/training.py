@@ -4,8 +4,8 @@ Position i of a row is a start with the target's feature after token i as condit
 drafts token i + 2 + k. All starts of a row run in one forward, and each later block continues the previous block at a
 random cut. A slot counts only if all slots before it are right, as in drafting. Arguments select the variants of the
 published code.
-Source: SpecBlock, Sections 3.3 and 4.1 and Appendix A; the vocabulary is chosen as in FR-Spec. The drafter is in
-`hf_specdec/methods/specblock/`, the target's side in `features.py`.
+Source: SpecBlock, Sections 3.3 and 4.1 and Appendix A; the vocabulary is chosen as in FR-Spec. The
+target's side is in `training/features.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_specdec.training.features import TargetStates
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, ShareBelow1
 from hf_specdec.training.passes import block_masks, growing_cache
-from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import AdaptiveStep, StepOutput
 from hf_specdec.training.vocabulary import (
@@ -483,7 +483,7 @@ def _average_inputs(drafter: SpecBlockDrafter) -> None:
 
 
 @dataclass(kw_only=True)
-class SpecBlockOptions(ShapeOptions):
+class SpecBlockTrainOptions(ShapeOptions):
     """Options of the training command for SpecBlock."""
 
     layers: Count = HfArg(default=2, help="decoder layers of the drafter")
@@ -505,7 +505,7 @@ class SpecBlockOptions(ShapeOptions):
 
 
 def _prepare(
-    options: SpecBlockOptions, target: PreTrainedModel, source: Source
+    options: SpecBlockTrainOptions, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(
@@ -535,7 +535,7 @@ def _prepare(
     return drafter, step
 
 
-def _read_rows(options: SpecBlockOptions, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: SpecBlockTrainOptions, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
     """Sets the vocabulary to the most frequent tokens of the rows."""
     drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.d2t), target))
     if options.warm_start:
@@ -558,6 +558,6 @@ def _adapting(drafter: SpecBlockDrafter, target: PreTrainedModel) -> SpecBlockSt
     )
 
 
-register_recipe(
-    Recipe("specblock", SpecBlockOptions, _prepare, read_rows=_read_rows, adapting=_adapting, further=_adapting)
+RECIPE = Recipe(
+    "specblock", SpecBlockTrainOptions, _prepare, read_rows=_read_rows, adapting=_adapting, further=_adapting
 )

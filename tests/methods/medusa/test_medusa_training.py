@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.training.medusa import MedusaStep, new_drafter
+from hf_specdec.methods.medusa import MedusaStep, new_drafter
 from tests.targets import make_target
 from tests.training.short_run import learns_what_is_then_drafted
 from tests.training.test_losses import plain

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec import load_drafter
-from hf_specdec.hub.parallel_heads import load_with_heads
+from hf_specdec.methods.parallel_heads import load_with_heads
 
 HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LAYERS, FURTHER = 4, 2, 32, 48, 61, 3, 2
 SIZES = {

@@ -13,9 +13,9 @@ pytest.importorskip("datasets", reason="training needs the extra hf_specdec[trai
 
 from hf_specdec import load_drafter
 from hf_specdec.methods.specbound.drafting import LayerSlices
-from hf_specdec.training import DrafterTrainer
+from hf_specdec.methods.specbound.training import SpecBoundStep, default_exit_layers, new_drafter
 from hf_specdec.training.features import cache_states
-from hf_specdec.training.specbound import SpecBoundStep, default_exit_layers, new_drafter
+from hf_specdec.training.trainer import DrafterTrainer
 from tests.targets import fresh_target, one_prompt
 from tests.watched import Watched
 
