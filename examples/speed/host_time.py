@@ -96,7 +96,7 @@ def host_time(
                     for seconds in (verified, drafted, drafting):
                         seconds.clear()
                     total, marginals, rounds = run(prompt)
-                    verifying = sum(verified[1:])  # the first is the prefill
+                    verifying = sum(verified[-rounds:])  # before them, the prefill and a trial of the timed forward
                     figures.append((total, verifying + sum(drafted), verifying + marginals, rounds))
                 if repeat:
                     passes[way].append([sum(column) for column in zip(*figures, strict=True)])
