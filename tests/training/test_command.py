@@ -479,9 +479,9 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
     train("--steps", "2", "--output", "drafter")
     write_text(place, first=3)
     with stopped_at_the_first_step():  # before its first checkpoint
-        train("--steps", "2", "--output", "drafter")
+        train("--steps", "2", "--output", "drafter", "--overwrite")
     with pytest.raises(ValueError, match="--resume, but 'work' holds no checkpoint of a run with these options"):
-        train("--steps", "2", "--output", "drafter", "--resume")
+        train("--steps", "2", "--output", "drafter", "--resume", "--overwrite")
 
 
 def test_no_time_to_write_is_an_error_that_names_the_option(place: Path) -> None:
