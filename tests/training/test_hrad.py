@@ -35,6 +35,7 @@ from hf_specdec.training.hrad import (
 from tests.method_table import make_causal_lm
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 from tests.training.test_conversation_answers import TEMPLATE, talk
+from tests.watched import unseen
 
 ROOT = Path(__file__).parents[2]
 CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)
@@ -95,7 +96,7 @@ def test_caches_of_a_call_do_not_outlive_it() -> None:
             caches.add(named[CACHE])
 
     for each in (target, model):
-        each.register_forward_pre_hook(count, with_kwargs=True)
+        each.register_forward_pre_hook(unseen(count), with_kwargs=True)
     collect(target, model, [[5, 6, 7]] * 4, draft_length=3, new_tokens=10, batch_size=1)
     assert len(alive) == 2 * 4
     assert max(alive) <= 3, "its own, and of the call before, which its drafter may still hold"
