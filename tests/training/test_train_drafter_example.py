@@ -71,8 +71,8 @@ def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-4", "inputs.json", "options.json"}
     weights = (tmp_path / "drafter" / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"--resume, but '.*work' holds no checkpoint of a run with these options"):
-        main(arguments(tiny, tmp_path, "--resume", *options, "--learning-rate", "1"))
-    main(arguments(tiny, tmp_path, "--resume", *options))
+        main(arguments(tiny, tmp_path, "--resume", "--overwrite", *options, "--learning-rate", "1"))
+    main(arguments(tiny, tmp_path, "--resume", "--overwrite", *options))
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == weights, "all steps were done"
 
     drafter = load_drafter(str(tmp_path / "drafter"))
