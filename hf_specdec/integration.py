@@ -238,7 +238,7 @@ def _assisted_decoding(
 ) -> Any:
     if not isinstance(assistant_model, Drafter):
         return original(self, *args, assistant_model=assistant_model, **kwargs)
-    before = assistant_model.stats
+    before, filled = assistant_model.stats, caches_in(kwargs)
     try:
         return _decode(original, self, assistant_model, *args, **kwargs)
     except ValueError as refusal:
@@ -246,6 +246,7 @@ def _assisted_decoding(
         if not _FOR_ATTACHED.get() or (stats is not before and stats is not None and stats.has_begun):
             raise
         reason = str(refusal)
+    _check_untouched(kwargs, filled, reason)
     why = f"{reason} The attached {type(assistant_model).__name__} drafts nothing in this call"
     return _decode_plainly(self, assistant_model, why, *args, **kwargs)
 
@@ -256,7 +257,7 @@ def _decode(
     """`_assisted_decoding` with a drafter: trees, else chains, else plainly."""
     input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
     assistant_model.check_pairing(self, input_ids)
-    before = caches_in(kwargs)
+    filled = caches_in(kwargs)
     try:
         if _IN_ASSISTED_LOOP.get():
             raise TreesRefusedError("assisted_loop() asks for chains")
@@ -267,12 +268,7 @@ def _decode(
         return _decode_trees(self, assistant_model, hooked, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
         reason = str(refusal)
-    if (after := caches_in(kwargs)) != before:
-        raise RuntimeError(
-            f"{reason}. Plain decoding cannot begin either: the caches of this call held {before} tokens before the "
-            f"refusal and {after} after it, so the target does not use the cache that it is given. With transformers "
-            f"{transformers.__version__}, tested from {TESTED[0]} to {TESTED[1]}: generate without assistant_model."
-        )
+    _check_untouched(kwargs, filled, reason)
     if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
         raise ValueError(
             f"acceptance={rule!r} needs the loop of this library: {reason}. Set drafter.acceptance = None, which "
@@ -294,6 +290,16 @@ def _decode(
         why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
         return _decode_plainly(self, assistant_model, why, *args, **kwargs)
     return _decode_chains(self, assistant_model, reason, functools.partial(original, self), *args, **kwargs)
+
+
+def _check_untouched(arguments: dict[str, Any], filled: dict[str, int], reason: str) -> None:
+    """Raises RuntimeError if a refused draft has left tokens in a cache of the call, with which others would begin."""
+    if (after := caches_in(arguments)) != filled:
+        raise RuntimeError(
+            f"{reason}. Plain decoding cannot begin either: the caches of this call held {filled} tokens before the "
+            f"refusal and {after} after it, so the target does not use the cache that it is given. With transformers "
+            f"{transformers.__version__}, tested from {TESTED[0]} to {TESTED[1]}: generate without assistant_model."
+        )
 
 
 def _check_unknown_host(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -117,14 +116,18 @@ def check_host() -> None:
     if other:
         raise ImportError(
             f"hf_specdec relies on parts of transformers that {transformers.__version__} has otherwise: "
-            f"{'; '.join(other)}. It was tested with transformers {TESTED[0]} to {TESTED[1]}: install one of these "
-            f"(pip install 'transformers>={TESTED[0]},<={TESTED[1]}.99'), or a newer hf_specdec."
+            f"{'; '.join(other)}. It was tested with transformers {TESTED[0]} to {TESTED[1]}: install the newest of "
+            f"these (pip install 'transformers=={TESTED[1]}.*'), or a newer hf_specdec."
         )
 
 
 def is_newer_than_tested() -> bool:
     """Whether the installed transformers is of a later minor version than any whose tests were run."""
-    return Version(transformers.__version__).release[:2] > Version(TESTED[1]).release[:2]
+    return _minor_version(transformers.__version__) > _minor_version(TESTED[1])
+
+
+def _minor_version(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def tokens_in(cache: Cache) -> int:

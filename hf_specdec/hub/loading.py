@@ -145,12 +145,8 @@ def load_drafter(
             drafter.restrict_vocabulary(draft_vocab)
         return drafter
     if isinstance(path_or_repo, (list, tuple)):
-        for setting, value in {"revision": revision, "subfolder": subfolder or None}.items():
-            if value is not None:
-                raise ValueError(
-                    f"{setting}={value!r} was given for {len(path_or_repo)} drafters: load the drafter that has this "
-                    f"{setting} separately, and put it into the list."
-                )
+        way_out = "load the drafter that has it separately, and put it into the list."
+        _refuse_place(revision, subfolder, f"{len(path_or_repo)} drafters: {way_out}")
         sources = [each if isinstance(each, Drafter) else load_drafter(each, target, **common) for each in path_or_repo]
         return MergedDrafter(*sources, **drafting_options)
     assert not isinstance(path_or_repo, Sequence) or isinstance(path_or_repo, str)
@@ -169,12 +165,8 @@ def load_drafter(
     if within_target is not None:
         return within_target
     if is_weightless(name):
-        for setting, value in {"revision": revision, "subfolder": subfolder or None}.items():
-            if value is not None:
-                raise ValueError(
-                    f"{setting}={value!r} was given for {name!r}, which has no checkpoint: leave it out, or name a "
-                    "drafter with a checkpoint."
-                )
+        way_out = "leave it out, or name a drafter with a checkpoint."
+        _refuse_place(revision, subfolder, f"{name!r}, which has no checkpoint: {way_out}")
         if isinstance(drafting_options.get("drafter"), (str, os.PathLike)):
             drafting_options["drafter"] = load_drafter(drafting_options["drafter"], target, **common)
         return WEIGHTLESS[name](**drafting_options)
@@ -239,6 +231,13 @@ def load_drafter(
     if target is not None:
         drafter.check_pairing(target)
     return drafter.to(_device_for(target) if device is None else device)
+
+
+def _refuse_place(revision: str | None, subfolder: str, of_what: str) -> None:
+    """Raises ValueError if a place within a repo was given for what has none."""
+    for setting, value in {"revision": revision, "subfolder": subfolder or None}.items():
+        if value is not None:
+            raise ValueError(f"{setting}={value!r} was given for {of_what}")
 
 
 def registered_formats() -> list[Format]:

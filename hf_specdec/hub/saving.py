@@ -71,9 +71,8 @@ def saved_whole(folder: Path, replaced: Sequence[str] = ()) -> Iterator[Path]:
             place = Path(unfinished)
             yield place
             files = [file for file in sorted(place.rglob("*")) if file.is_file()]
-            for file in sorted(
-                files, key=lambda file: file.name == CONFIG_NAME
-            ):  # last: a folder without it is no drafter
+            files.sort(key=lambda file: file.name == CONFIG_NAME)  # last: a folder without it is no drafter
+            for file in files:
                 final = folder / file.relative_to(place)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 file.replace(final)

@@ -77,15 +77,16 @@ def check_hooks(model: PreTrainedModel, rows: int) -> bool:
     functions = hooks.foreign_functions(model)
     if not functions:
         return False
-    trouble = _afresh_if_hooked(_why_no_hooks, model)(model, rows, *hooks.names_of(model, functions))
+    steady = hooks.are_steady(functions)
+    trouble = _afresh_unless(steady, _why_no_hooks)(model, rows, *hooks.names_of(model, functions))
     if trouble is not None:
         raise TreesRefusedError(trouble)
-    return not hooks.are_steady(functions)
+    return not steady
 
 
-def _afresh_if_hooked(find: Any, model: PreTrainedModel) -> Any:
+def _afresh_unless(steady: bool, find: Any) -> Any:
     """A trial of `once_per_model`, or one for every call: a function of the user may do something else in each."""
-    return find if hooks.are_steady(hooks.foreign_functions(model)) else find.__wrapped__
+    return find if steady else find.__wrapped__
 
 
 @once_per_model
@@ -108,7 +109,7 @@ def _why_no_hooks(model: PreTrainedModel, rows: int, *names: str) -> str | None:
 
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why transformers' own loop cannot verify chains on a target, determined by running one; None if it can."""
-    compare = _afresh_if_hooked(_why_no_chains, model)
+    compare = _afresh_unless(hooks.are_steady(hooks.foreign_functions(model)), _why_no_chains)
     return compare(model) or (compare(model, PADDING) if padded else None)
 
 
