@@ -6,6 +6,8 @@
 Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians are
 reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot
 read a draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
+transformers' own DFlash gets the weights of the first DFlash drafter; its multi-token prediction runs on targets that
+have such layers, which the bundled pairs have not.
 With `--gguf`, runtimes with kernels of their own read the target from that file, and keep its weights in 4 bits: their
 output is not that of the target in floating point, but their speed is what else a user could have. `--json` stores the
 figures.
@@ -35,6 +37,7 @@ from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.decoding.speed.packed import PackedLinears
 from hf_specdec.drafting.draft_model import with_whole_vocabulary
+from hf_specdec.methods.dflash import DFlashDrafter
 
 # From a prompt [1, seq], new tokens and temperature to the tokens that were written.
 Decode: TypeAlias = Callable[[Tensor, int, float], Tensor]
@@ -52,6 +55,20 @@ def of_transformers(model: Any, **arguments: Any) -> Decode:
         return output[0, prompt.shape[1] :]
 
     return decode
+
+
+def of_host_dflash(model: Any, drafter: DFlashDrafter) -> Decode:
+    """transformers' own DFlash, with the weights of one of ours; it drafts with the target's whole head."""
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+    fields = {name: value for name, value in drafter.config.to_dict().items() if value is not None}
+    config = MuseGlimmerAssistantConfig(**fields | drafter.config.dflash_config)
+    network = MuseGlimmerAssistantModel(config).to(model.dtype).eval()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    weights = drafter.state_dict()
+    weights.pop("d2t", None)  # of the draft vocabulary
+    network.load_state_dict({names.get(name, name): weight for name, weight in weights.items()})
+    return of_transformers(model, assistant_model=network, speculation_type="dflash")
 
 
 def of_packed(model: Any) -> Decode:
@@ -204,12 +221,20 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
     """All that can be compared here, plain decoding first."""
     found: dict[str, Decode] = {PLAIN: of_transformers(model), f"{PLAIN}, packed weights": of_packed(model)}
     found["transformers, prompt look-up"] = of_transformers(model, prompt_lookup_num_tokens=10)
+    if getattr(model.config.get_text_config(), "num_mtp_layers", None):
+        found["transformers, multi-token prediction"] = of_transformers(model, use_mtp=True)
     if arguments.draft_model is not None:
         own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
         found |= with_draft_model(with_whole_vocabulary(own, model.config.vocab_size), model, tokenizer, console)
     if arguments.gguf is not None:
         found |= with_gguf(arguments.gguf, console)
     loaded = [variant for spec in arguments.drafter for variant in variants.load(spec, model)]
+    drafters = [variant.drafter for variant in loaded if isinstance(variant.drafter, DFlashDrafter)]
+    if drafters:
+        try:
+            found["transformers, DFlash"] = of_host_dflash(model, drafters[0])
+        except ImportError as error:
+            console.print(f"transformers' own DFlash is left out: {error}")
     return found | {f"hf_specdec, {variant.name}": of_drafter(model, variant) for variant in variants.distinct(loaded)}
 
 
