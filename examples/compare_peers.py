@@ -58,7 +58,7 @@ def of_transformers(model: Any, **arguments: Any) -> Decode:
 
 
 def of_host_dflash(model: Any, drafter: DFlashDrafter) -> Decode:
-    """transformers' own DFlash, with the weights of one of ours; it drafts with the target's whole head."""
+    """The DFlash of transformers, with the weights of one of ours; it drafts with the target's whole head."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
     fields = {name: value for name, value in drafter.config.to_dict().items() if value is not None}
