@@ -42,6 +42,7 @@ from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.modules import runs_in_inference_mode
@@ -240,7 +241,8 @@ def _assisted_decoding(
         return original(self, *args, assistant_model=assistant_model, **kwargs)
     before, filled = assistant_model.stats, caches_in(kwargs)
     try:
-        return _decode(original, self, assistant_model, *args, **kwargs)
+        with without_cudnn_attention():
+            return _decode(original, self, assistant_model, *args, **kwargs)
     except ValueError as refusal:
         stats = assistant_model.stats
         if not _FOR_ATTACHED.get() or (stats is not before and stats is not None and stats.has_begun):
@@ -435,6 +437,7 @@ _WRAPS: dict[tuple[Any, str], Callable[..., Any]] = {
 }
 
 
+@without_cudnn_attention()
 def _check_pair(model: PreTrainedModel, drafter: Drafter) -> None:
     """Raises ValueError if a target cannot be drafted for, or not by this drafter."""
     with contextlib.suppress(TreesRefusedError):  # then chains are verified

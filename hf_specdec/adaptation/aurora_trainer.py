@@ -30,6 +30,7 @@ from hf_specdec.adaptation.aurora import MAX_POSITIONS, RoundsFolder
 from hf_specdec.adaptation.base import recipe_for
 from hf_specdec.adaptation.learner import batch_of, copy_weights, gradient_step, new_optimizer, weights_of
 from hf_specdec.adaptation.policy import check_at_least
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.drafting.pretrained import PretrainedDrafter
 
 __all__ = ["AuroraTrainer", "main"]
@@ -125,6 +126,7 @@ class AuroraTrainer:
                 self.texts[name] = row
                 self.unseen += 1
 
+    @without_cudnn_attention()
     def _step(self, newest: Sequence[dict[str, Any]]) -> float:
         half = self.batch_size // 2
         rows = self.chosen.choices(newest, k=half) + self.chosen.choices(

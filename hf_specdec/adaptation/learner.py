@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_specdec.adaptation.policy import Action
 from hf_specdec.adaptation.recording import Query
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.training.data import collate
 from hf_specdec.training.losses import kl_loss
@@ -172,6 +173,7 @@ class Learner:
                     self._stream.synchronize()
         return Update(action, loss, divergence, seconds=time.perf_counter() - started)
 
+    @without_cudnn_attention()
     def _steps(self, action: Action, queries: list[Query]) -> tuple[float, float]:
         """Loss and divergence of the first gradient step."""
         for name, parameter in self.learning.named_parameters():

@@ -102,10 +102,13 @@ def writing_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def going_on(how: Callable[[], str]) -> Iterator[None]:
-    """Adds to the message of Ctrl-C, and of an OSError, how to go on; see `cli.main`."""
+    """Adds to the message of Ctrl-C and of errors how to go on; see `cli.main`."""
     try:
         yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(how()) from error
     except OSError as error:
         raise OSError(f"{error}; {how()}") from error
+    except (ValueError, RuntimeError) as error:  # among them those of an accelerator
+        error.args = (f"{error}; {how()}",)
+        raise

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.decoding.targets.attention import tree_attention, usable
 from hf_specdec.decoding.upstream import cache_name, takes_positions
 from hf_specdec.training.filters import LOOP, before_loop
@@ -121,6 +122,7 @@ def buffered_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+@without_cudnn_attention()
 @torch.inference_mode()
 def continued(
     model: PreTrainedModel,

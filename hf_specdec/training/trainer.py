@@ -25,6 +25,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, IntervalStrategy, TrainOutput
 
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.validation import ValidationRounds
@@ -63,10 +64,27 @@ class UntrainedParts(TrainerCallback):
         )
 
 
+class FiniteGradients(TrainerCallback):
+    """Stops before the first update that would make all weights NaN; checkpoints then hold weights that are sound."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        gradients = [each.grad for each in self.parameters if each.grad is not None]
+        # With float16 the optimizer itself leaves such steps out, and lowers the scale of the loss.
+        if not args.fp16 and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
+            raise ValueError(
+                f"The gradient of step {state.global_step + 1} is not finite, so training stops before this step. "
+                "A lower learning rate, another seed or float32 may pass it."
+            )
+
+
 class DrafterTrainer(Trainer):
     """Trains a drafter with the step of its method.
 
-    A trained part that had no gradient in the whole run is an error at its end.
+    A trained part that had no gradient in the whole run is an error at its end; a gradient that is not finite is one at
+    once.
 
     Args:
         drafter: a drafter that is a `PreTrainedModel`; checkpoints hold its weights.
@@ -98,11 +116,13 @@ class DrafterTrainer(Trainer):
         self.step, self.rounds = step, rounds
         self._untrained = UntrainedParts(drafter)
         self.add_callback(self._untrained)
+        self.add_callback(FiniteGradients(drafter))
         target = step.reader.model
         if getattr(target, "hf_device_map", None) is None:
             target.to(args.device)
         self._pending: list[tuple[Tensor, Tensor]] = []
 
+    @without_cudnn_attention()  # the backward pass takes the kernel of the forward pass
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         result = super().train(*args, **kwargs)
         self._untrained.check(self.state.global_step)
@@ -128,6 +148,7 @@ class DrafterTrainer(Trainer):
         # Batches with fewer blocks are padded with -100, which would be True as a bool.
         return output.loss, output.correct.to(torch.int8), output.labelled.to(torch.int8)
 
+    @without_cudnn_attention()
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)
         if self.rounds is not None:

@@ -103,7 +103,14 @@ def test_a_folder_is_tried_without_a_trace(tmp_path: Path) -> None:
         check_writable(Path("/proc/drafter"))
 
 
-@pytest.mark.parametrize(("error", "message"), [(KeyboardInterrupt(), "again"), (OSError("full"), "full; again")])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyboardInterrupt(), "again"),
+        (OSError("full"), "full; again"),
+        (RuntimeError("CUDA error"), "CUDA error; again"),
+    ],
+)
 def test_a_stop_says_how_to_go_on(error: BaseException, message: str) -> None:
     with pytest.raises(type(error)) as raised, going_on(lambda: "again"):
         raise error

@@ -211,6 +211,15 @@ def test_a_part_without_a_gradient_in_the_whole_run_is_an_error(target, tmp_path
     DrafterTrainer(trainer.model, trainer.step, trainer.args, train_dataset=trainer.train_dataset).train()
 
 
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, steps=4)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(ValueError, match="gradient of step 1 is not finite"):
+        trainer.train()
+    assert all(weight.equal(before[name]) for name, weight in trainer.model.state_dict().items())
+
+
 def test_a_rank_head_that_no_step_trains_is_an_error(target, tmp_path):
     trainer = make_trainer(target, tmp_path, make_specblock, steps=2)
     trainer.step.rank_start = 2.0  # beyond the end of the run

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import seconds_of
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.taps import decoder_states, tap_layer
 from hf_specdec.drafting.fingerprint import local_tokenizer
@@ -77,6 +78,7 @@ class Calibration:
         return f"chosen: {', '.join(f'{name} {value}' for name, value in self.chosen.items())}\n{self.summary}"
 
 
+@without_cudnn_attention()
 def calibrate(
     drafter: SpecBoundDrafter,
     target: PreTrainedModel,
