@@ -41,9 +41,15 @@ def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict
     drafter.options = earlier.options
     if isinstance(earlier, PretrainedDrafter):
         drafter.source_layout = earlier.source_layout
-    record = read_record(folder, TRAINING_FILE) or {}
-    names = ("command", "settings", "data", "losses", "started_from")  # the history of these weights
-    return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}
+    return {"drafter": str(folder)} | _sums(read_record(folder, TRAINING_FILE) or {})
+
+
+def _sums(record: dict[str, Any]) -> dict[str, float]:
+    """Minutes and rows of all trainings so far, by the names of a record; those that it does not tell are missing."""
+    parts = {**record.get("time", {}), **record.get("data", {})}
+    before = record.get("started_from", {})
+    names = ("minutes_training", "rows_trained_on")
+    return {name: parts[name] + before.get(name, 0) for name in names if name in parts}
 
 
 def _weights(drafter: Any) -> PreTrainedModel:

@@ -27,8 +27,7 @@ def recorded_commands() -> list[str]:
     """The commands in the training records of the bundled drafters."""
     found = []
     for file in sorted(EXAMPLES.glob("*/*/training.json")):
-        record = json.loads(file.read_text())
-        found += [each.get("command", "") for each in (record, record.get("started_from") or {})]
+        found.append(json.loads(file.read_text()).get("command", ""))
     return [command for command in found if command.startswith(("hf-specdec train", "python examples/train_"))
             and "tiny_code" not in command]  # fmt: skip
 
