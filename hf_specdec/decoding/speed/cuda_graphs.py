@@ -12,7 +12,7 @@ that the temporary tensors of all shapes may lie at the same addresses. A drafte
 run beside its target (`drafting/thread.py`).
 
 A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
-a GPU replace the graph by an emulation; the speed on a GPU has not been measured.
+a GPU replace the graph by an emulation.
 """
 
 from __future__ import annotations
