@@ -141,9 +141,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         torch.set_num_threads(max(1, min(self.threads_before, cores - self.options.worker_threads)))
 
     def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
-        """T_p: the median time of a verification of a few nodes. Nothing is committed."""
-        tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
-        return seconds_of(functools.partial(self.target.verify, tree, context.root_positions), self.device, repeats)
+        """T_p: the median time of a verification of a few nodes. Nothing is committed, or counted."""
+        tree, target = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes)), self.target
+        counts = target.num_forwards, target.num_layers_run
+        seconds = seconds_of(functools.partial(target.verify, tree, context.root_positions), self.device, repeats)
+        target.num_forwards, target.num_layers_run = counts
+        return seconds
 
     def _signals(self, context: DraftContext, drafting: BranchDrafting) -> list[Signals]:
         batch = len(context.lengths)

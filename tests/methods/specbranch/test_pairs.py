@@ -209,12 +209,14 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
 def test_the_speed_ratio_is_measured_once_per_target() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter = make_specbranch(target, speed_ratio=None)
-    ratios = []
+    ratios, forwards = [], []
     for _ in range(2):
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
         assert drafter.stats is not None
         ratios.append(drafter.stats.speed_ratio)
+        forwards.append(drafter.stats.num_target_forwards)
     assert ratios[0] == ratios[1] > 0
+    assert forwards[0] == forwards[1], "forwards that measure are no rounds"
 
 
 def test_rollbacks_cost_the_parallel_latency_its_gain() -> None:
