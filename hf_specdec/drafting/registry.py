@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +66,10 @@ class Method:
         load: for checkpoints that transformers loads: makes the drafter from config, name, folder, dtype and whether to
             load the weights; without weights it is on the meta device. None for a `PretrainedDrafter`, whose tensors
             are checked one by one.
+        of_target: for origin "target": makes the drafter from the target, the `Source` that was asked for and drafting
+            options; returns None where something else is meant.
+        in_target: for origin "target": what `inspect_drafter` says of a checkpoint with these tensor names and this
+            `config.json`; None if no drafter lies in it.
         layouts: the published layouts of its checkpoints (`Format` of `hub/formats/base.py`).
         not_read: layouts of its checkpoints that are recognised and refused (`Unsupported`, there).
         own_keys: the keys of the layout of this library (`Section`), where they do not follow from the config class.
@@ -80,6 +84,8 @@ class Method:
     drafter: type[Any]
     origin: Origin = "checkpoint"
     load: Callable[..., Any] | None = None
+    of_target: Callable[..., Any] | None = None
+    in_target: Callable[[Collection[str], dict[str, Any]], str | None] | None = None
     layouts: tuple[Any, ...] = ()
     not_read: tuple[Any, ...] = ()
     own_keys: Any = None
@@ -146,6 +152,11 @@ def published_layouts() -> list[Any]:
     """The layouts that methods registered, read or not, in the order in which they are recognised."""
     found = [layout for method in _BY_CLASS.values() for layout in (*method.layouts, *method.not_read)]
     return sorted(found, key=lambda layout: layout.rank)
+
+
+def methods_within_targets() -> list[Method]:
+    """The methods whose drafters lie in the target's checkpoint."""
+    return [method for method in _BY_CLASS.values() if method.origin == "target"]
 
 
 def serving_of(drafter: object) -> Serving:

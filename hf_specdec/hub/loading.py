@@ -29,7 +29,7 @@ from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
 from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, check_spelling, is_weightless, named_method
+from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, check_spelling, is_weightless, methods_within_targets, named_method
 from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
 from hf_specdec.drafting.wrapped import unwrapped
@@ -37,9 +37,7 @@ from hf_specdec.hub.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
-from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import own_layout
-from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
@@ -71,7 +69,7 @@ def is_drafter(name: str) -> bool:
     with warnings.catch_warnings(), suppress(ValueError):  # loading it says what is wrong
         warnings.simplefilter("ignore")
         _, fields = read_config(folder, source, registered_formats(), recognised=found.append)
-    return bool(found) and (found[0].family != LANGUAGE_MODEL.family or "draft_token_ids" in fields)
+    return bool(found) and (found[0].keys is not None or "draft_token_ids" in fields)
 
 
 def _on_cpu(load: Callable[P, T]) -> Callable[P, T]:
@@ -161,9 +159,10 @@ def load_drafter(
     if device is not None:  # otherwise it is the target's
         usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir, subfolder)
-    within_target = None if subfolder else load_mtp(target, source, **drafting_options)
-    if within_target is not None:
-        return within_target
+    for method in methods_within_targets() if not subfolder else ():
+        assert method.of_target is not None
+        if (drafter := method.of_target(target, source, **drafting_options)) is not None:
+            return drafter
     if is_weightless(name):
         way_out = "leave it out, or name a drafter with a checkpoint."
         _refuse_place(revision, subfolder, f"{name!r}, which has no checkpoint: {way_out}")

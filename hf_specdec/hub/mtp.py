@@ -65,12 +65,6 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
     return MTPDrafter(target, layout, tensors, **drafting_options)
 
 
-def holds_layer(source: Source) -> bool:
-    """Whether a target's checkpoint has a multi-token-prediction layer of a known layout."""
-    files = locate_target(source)
-    return layer_note(files.shards, files.config) is not None
-
-
 def layer_note(names: Collection[str], fields: dict[str, Any]) -> str | None:
     """What `inspect_drafter` says about the layer in a checkpoint with these tensors and this config; None if none."""
     how = f"load_drafter({MTP!r}, target)"

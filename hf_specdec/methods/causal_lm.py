@@ -61,6 +61,7 @@ from hf_specdec.drafting.pretrained import check_numbers, loading_differences
 from hf_specdec.drafting.registry import Serving, name_of, register
 from hf_specdec.drafting.vocabulary import draftable_rows, may_be_padding
 from hf_specdec.drafting.wrapped import merged_adapters, unwrapped
+from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.publishing import PublishedDrafter
 
 __all__ = ["CausalLMDrafter", "CausalLMOptions"]
@@ -747,6 +748,7 @@ register(
     "causal_lm",
     CausalLMDrafter,
     load=load,
+    layouts=(LANGUAGE_MODEL,),
     serving=Serving(
         "draft_model",
         "vLLM serves a plain language model without an export (method draft_model in --speculative-config)",

@@ -64,7 +64,7 @@ from hf_specdec.drafting.vocabulary import (
 )
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
 from hf_specdec.hub.formats.muse import MUSE
-from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.speculators import SPECULATORS_DFLASH
 from hf_specdec.hub.formats.zlab import LAGUNA, ZLAB
 
 __all__ = ["BLOCK_SERVING", "DFlashConfig", "DFlashDrafter", "DFlashOptions"]
@@ -634,7 +634,7 @@ BLOCK_SERVING = Serving(
 register(
     "dflash",
     DFlashDrafter,
-    layouts=(ZLAB, DEEPSPEC_DFLASH, MUSE, SPECULATORS["dflash"]),
+    layouts=(ZLAB, DEEPSPEC_DFLASH, MUSE, SPECULATORS_DFLASH),
     not_read=(LAGUNA,),
     serving=BLOCK_SERVING,
 )

@@ -22,7 +22,7 @@ from hf_specdec.drafting.growth import Slots
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import known_ids
 from hf_specdec.hub.formats.dflash2 import DFLASH2
-from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.speculators import SPECULATORS_DFLASH2
 from hf_specdec.methods.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
 from hf_specdec.methods.dspark import ConditionalDrafter, DSparkOptions
 
@@ -231,4 +231,4 @@ class DFlash2Drafter(ConditionalDrafter):
         return facts
 
 
-register("dflash2", DFlash2Drafter, layouts=(DFLASH2, SPECULATORS["dflash2"]), serving=BLOCK_SERVING)
+register("dflash2", DFlash2Drafter, layouts=(DFLASH2, SPECULATORS_DFLASH2), serving=BLOCK_SERVING)

@@ -32,7 +32,7 @@ from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import head_of_rows, known_ids
 from hf_specdec.hub.formats.dspark import DSPARK, NOT_READ
-from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.speculators import SPECULATORS_DSPARK
 from hf_specdec.methods.dflash import (
     BLOCK_SERVING,
     DFlashConfig,
@@ -382,7 +382,7 @@ class ChainGenerator(DSparkGenerator):
 register(
     "dspark",
     DSparkDrafter,
-    layouts=(DSPARK, SPECULATORS["dspark"]),
+    layouts=(DSPARK, SPECULATORS_DSPARK),
     not_read=NOT_READ,
     serving=replace(BLOCK_SERVING, method="dspark"),
 )

@@ -64,7 +64,7 @@ from hf_specdec.drafting.vocabulary import MappedVocabulary, draftable_rows, hea
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_EAGLE3, DEEPSPEC_GEMMA_4
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specforge import LATENT_ATTENTION, SPECFORGE
-from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.speculators import SPECULATORS_EAGLE3
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import block_masks, growing_cache
@@ -631,7 +631,7 @@ def _read_rows(options: Eagle3TrainOptions, drafter: Eagle3Drafter, target: PreT
 register(
     "eagle3",
     Eagle3Drafter,
-    layouts=(SAFEAILAB, SPECFORGE, DEEPSPEC_EAGLE3, SPECULATORS["eagle3"]),
+    layouts=(SAFEAILAB, SPECFORGE, DEEPSPEC_EAGLE3, SPECULATORS_EAGLE3),
     not_read=(DEEPSPEC_GEMMA_4, LATENT_ATTENTION),
     serving=Serving("eagle3"),
 )

@@ -574,6 +574,8 @@ register(
     "mtp",
     MTPDrafter,
     origin="target",
+    of_target=load_mtp,
+    in_target=layer_note,
     not_read=NOT_READ,
     serving=Serving(
         "mtp",

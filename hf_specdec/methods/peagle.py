@@ -25,7 +25,7 @@ from hf_specdec.drafting.options import TreeOptions
 from hf_specdec.drafting.reader import behind_committed
 from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE
-from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.speculators import SPECULATORS_PEAGLE
 from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Network, PairReader
 
 __all__ = ["PEagleConfig", "PEagleDrafter", "PEagleOptions"]
@@ -142,7 +142,7 @@ def _marginals(
 register(
     "peagle",
     PEagleDrafter,
-    layouts=(SPECFORGE_PEAGLE, SPECULATORS["peagle"]),
+    layouts=(SPECFORGE_PEAGLE, SPECULATORS_PEAGLE),
     serving=Serving(
         "eagle3",
         tokens=lambda drafter: drafter.config.num_draft_tokens,

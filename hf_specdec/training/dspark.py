@@ -20,13 +20,14 @@ from transformers.hf_argparser import HfArg
 
 from hf_specdec.methods.dflash import DFlashDrafter
 from hf_specdec.methods.dspark import MARKOV_HEADS, DSparkDrafter
-from hf_specdec.training import dflash
+from hf_specdec.training.dflash import DFlashOptions, DFlashStep, prepare, read_rows
+from hf_specdec.training.dflash import new_drafter as new_dflash
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
 
 
-class DSparkStep(dflash.DFlashStep):
+class DSparkStep(DFlashStep):
     """Loss of one batch of rows for a `DSparkDrafter`; arguments as for `DFlashStep`."""
 
     drafter: DSparkDrafter
@@ -80,9 +81,9 @@ def new_drafter(
         block_size: slots of a block, including the root's; all of them draft.
         markov_rank: width of the Markov head.
         markov_head_type: "vanilla", "gated" or "rnn".
-        options: see `dflash.new_drafter`; `mask_token_id` is required.
+        options: as for DFlash's; `mask_token_id` is required.
     """
-    return dflash.new_drafter(
+    return new_dflash(
         target,
         drafter_class=DSparkDrafter,
         block_size=block_size,
@@ -96,7 +97,7 @@ def new_drafter(
 
 
 @dataclass(kw_only=True)
-class DSparkOptions(dflash.DFlashOptions):
+class DSparkOptions(DFlashOptions):
     """Options of the training command for DSpark."""
 
     block_size: Count = HfArg(default=7, help="slots of a block, including the root's; all of them draft")
@@ -104,10 +105,8 @@ class DSparkOptions(dflash.DFlashOptions):
     markov_head_type: str = HfArg(default="vanilla", help="of the Markov head", metadata={"choices": MARKOV_HEADS})
 
 
-def _prepare(
-    options: DSparkOptions, target: PreTrainedModel, source: Source
-) -> tuple[DFlashDrafter, dflash.DFlashStep]:
-    return dflash.prepare(
+def _prepare(options: DSparkOptions, target: PreTrainedModel, source: Source) -> tuple[DFlashDrafter, DFlashStep]:
+    return prepare(
         options,
         target,
         source,
@@ -123,7 +122,7 @@ register_recipe(
         "dspark",
         DSparkOptions,
         _prepare,
-        read_rows=dflash.read_rows,
+        read_rows=read_rows,
         eval_batch_size=32,
         further=lambda drafter, target: DSparkStep(drafter, target, loss="kl"),
     )

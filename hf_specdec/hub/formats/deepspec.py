@@ -27,7 +27,7 @@ def is_deepspec_dflash(fields: Config) -> bool:
     return named and fields.get("markov_rank") == 0 and not fields.get("enable_confidence_head", True)
 
 
-def _taps(fields: Config) -> list[int]:
+def taps(fields: Config) -> list[int]:
     layers = layer_list(fields, "target_layer_ids")
     if layers is None:
         raise ValueError("target_layer_ids is missing, so the target layers that the drafter reads are unknown.")
@@ -44,7 +44,7 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
     block = {
         "block_size": fields.get("block_size"),
         "mask_token_id": fields.get("mask_token_id"),
-        "target_layer_ids": _taps(fields),
+        "target_layer_ids": taps(fields),
         "sample_from_anchor": bool(fields.get("sample_from_anchor", True)),
     }
     return dflash_reading(ours, block, stored)
@@ -54,7 +54,7 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     """Converts fields and tensor names of DeepSpec's EAGLE-3 drafter."""
     ours = decoder_shape(fields, "qwen3") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
-        "target_layer_ids": _taps(fields),
+        "target_layer_ids": taps(fields),
         "target_hidden_size": fields.get("target_hidden_size"),
         "target_name_or_path": fields.get("target_model_name_or_path"),
     }
@@ -63,19 +63,19 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
 
 GEMMA_4_LAYERS = "draft layers of Gemma 4 shape: four norms, scaled embeddings"
 # According to DeepSpec's README, for all its drafters.
-_TRAINING = {"chat_template": True, "thinking": False}
+TRAINING = {"chat_template": True, "thinking": False}
 # The configs are copies of the target's: its partial_rotary_factor does not apply to draft layers.
-_TARGETS = ("partial_rotary_factor", "target_model_type", "target_text_model_type")
-_TAPS = ("num_target_layers", "target_layer_ids", "target_model_name_or_path")
+TARGETS = ("partial_rotary_factor", "target_model_type", "target_text_model_type")
+TAPS = ("num_target_layers", "target_layer_ids", "target_model_name_or_path")
 DEEPSPEC_DFLASH = Format(
     "DFlash (DeepSpec)",
     "dflash",
     read_dflash,
     decoder(
-        "block_size", "enable_confidence_head", "markov_rank", "mask_token_id", "sample_from_anchor", *_TAPS,
-        idle=("confidence_head_with_markov", "markov_head_type", "num_anchors", *_TARGETS),
+        "block_size", "enable_confidence_head", "markov_rank", "mask_token_id", "sample_from_anchor", *TAPS,
+        idle=("confidence_head_with_markov", "markov_head_type", "num_anchors", *TARGETS),
     ),
-    training=_TRAINING,
+    training=TRAINING,
     recognises=is_deepspec_dflash,
     rank=40,
 )  # fmt: skip
@@ -84,10 +84,10 @@ DEEPSPEC_EAGLE3 = Format(
     "eagle3",
     read_eagle3,
     decoder(
-        "draft_vocab_size", "target_hidden_size", *_TAPS,
-        idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *_TARGETS),
+        "draft_vocab_size", "target_hidden_size", *TAPS,
+        idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *TARGETS),
     ),
-    training=_TRAINING,
+    training=TRAINING,
     recognises=architecture("Qwen3Eagle3Model"),
     rank=40,
 )  # fmt: skip

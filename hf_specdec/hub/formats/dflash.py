@@ -6,13 +6,7 @@ on formats, sections 1.4, 3.4 and 5.2. The layouts are in `zlab.py`, `muse.py`, 
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-from hf_specdec.hub.formats.base import ROTARY, Config, Headers, Reading
-
-# Rotary tables are computed from the config; some speculators checkpoints still hold weights of the verifier.
-LEFT_OUT = re.compile(rf"{ROTARY}|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
+from hf_specdec.hub.formats.base import LEFT_OUT, Config, Headers, Reading
 
 
 def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Reading:
@@ -37,21 +31,6 @@ def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Rea
     else:
         names.pop("d2t", None)  # the identity map, which the constructor makes
     return Reading(fields | {"dflash_config": block}, names)
-
-
-def once(fields: Config, nested: Config, key: str) -> Any:
-    """The value of a key that may be at the top level or in `dflash_config`.
-
-    Raises:
-        ValueError: the key is in both, with different values.
-    """
-    top, inner = fields.get(key), nested.get(key)
-    if top is not None and inner is not None and top != inner:
-        raise ValueError(
-            f"{key} is {top!r} at the top level and {inner!r} in dflash_config; remove the one that the drafter was "
-            "not trained with."
-        )
-    return inner if top is None else top
 
 
 def check_causality(fields: Config) -> None:

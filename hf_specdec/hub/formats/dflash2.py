@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_specdec.hub.formats import zlab
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading
-from hf_specdec.hub.formats.dflash import once
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, once
 from hf_specdec.hub.formats.keys import Section
+from hf_specdec.hub.formats.zlab import ZLAB
+from hf_specdec.hub.formats.zlab import read as read_zlab
 
 CONVOLUTIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _KEYS = (*CONVOLUTIONS, "output_multiplier", "input_embedding_scale")
@@ -37,7 +37,7 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     nested.pop("final_logit_softcapping", None)
     rest = {key: value for key, value in fields.items() if key not in _KEYS}
     rest |= {"dflash_config": nested, "final_logit_softcapping": cap if cap is not None and cap > 0 else None}
-    reading = zlab.read(rest, stored)
+    reading = read_zlab(rest, stored)
     # Some checkpoints have the codebooks as embedding modules.
     tables = {f"{codebook}.weight": codebook for codebook in _CODEBOOKS}
     return Reading(reading.fields, {name: tables.get(ours, ours) for name, ours in reading.names.items()})
@@ -49,7 +49,7 @@ def _with_keys(section: Section, *further: str) -> Section:
     return replace(section, read=section.read.union(_KEYS, further), only=only)
 
 
-_zlab = zlab.ZLAB.keys
+_zlab = ZLAB.keys
 assert _zlab is not None
 _block = _with_keys(_zlab.nested["dflash_config"], "final_logit_softcapping")
 DFLASH2 = Format(
@@ -57,7 +57,7 @@ DFLASH2 = Format(
     "dflash2",
     read,
     replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
-    refused=zlab.ZLAB.refused,
+    refused=ZLAB.refused,
     recognises=is_dflash2,
     rank=30,
 )

@@ -12,10 +12,19 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, architecture, decoder_shape
+from hf_specdec.hub.formats.base import (
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Unsupported,
+    architecture,
+    check_vocabulary_maps,
+    decoder_shape,
+    once,
+)
 from hf_specdec.hub.formats.deepspec import GEMMA_4_LAYERS
-from hf_specdec.hub.formats.dflash import check_causality, dflash_reading, once
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
+from hf_specdec.hub.formats.dflash import check_causality, dflash_reading
 from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
 
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")

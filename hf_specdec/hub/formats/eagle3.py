@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_specdec.hub.formats.base import WINDOWS, Config, Headers, Reading
-from hf_specdec.hub.formats.dflash import LEFT_OUT, once
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hf_specdec.hub.formats.base import LEFT_OUT, WINDOWS, Config, Headers, Reading, once
 
 
 def eagle3_reading(fields: Config, stored: Headers | None) -> Reading:
@@ -66,37 +61,3 @@ def peagle_reading(reading: Reading, fields: Config) -> Reading:
             raise ValueError(f"proposal_methods is {methods!r}; its first entry must have speculative_tokens.")
         own |= {"num_draft_tokens": methods[0]["speculative_tokens"]}
     return Reading(reading.fields | own, reading.names)
-
-
-def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:
-    """Checks the two vocabulary maps of a checkpoint.
-
-    `d2t` holds offsets: target id = draft id + d2t[draft id]. `t2d` is True at these target ids, which are ascending.
-
-    Args:
-        tensors: the tensors of the files, by their stored names.
-        name: the name of the drafter, for messages.
-
-    Raises:
-        ValueError: the two maps contradict each other.
-    """
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None or (t2d is not None and t2d.numel() == d2t.numel()):
-        return
-    if not d2t.any():
-        warnings.warn(
-            f"The vocabulary map d2t of {name!r} is all zeros, so its {d2t.numel()} draft ids are read as the target's "
-            "first ids. The map was probably lost when the drafter was saved: expect few accepted drafts.",
-            stacklevel=2,
-        )
-        return
-    if t2d is None:
-        return
-    offsets, marked = d2t.tolist(), t2d.nonzero().flatten().tolist()
-    if [index + offset for index, offset in enumerate(offsets)] != marked:
-        absolute = offsets == marked
-        why = "d2t holds target ids instead of offsets (target id minus draft id)" if absolute else "they differ"
-        raise ValueError(
-            f"The vocabulary maps d2t and t2d of {name!r} do not name the same target ids: {why}. Save the drafter "
-            "again with the maps it was trained with."
-        )

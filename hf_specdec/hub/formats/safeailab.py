@@ -9,8 +9,7 @@ embeddings. The default rotary base is 10000. Source: shared facts on formats, s
 
 from __future__ import annotations
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, check_vocabulary_maps, decoder_shape
 from hf_specdec.hub.formats.keys import decoder
 from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, read
 

@@ -15,10 +15,11 @@ from hf_specdec.hub.formats.base import (
     Reading,
     Unsupported,
     architecture,
+    check_vocabulary_maps,
     decoder_shape,
     layer_list,
 )
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
+from hf_specdec.hub.formats.eagle3 import eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import Section, decoder
 
 # Keys of configs with an `eagle_config`, as nvidia's trainer writes it; those in `only` define the layer.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, architecture, as_it_is
-from hf_specdec.hub.formats.dflash import check_causality, once
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, architecture, as_it_is, once
+from hf_specdec.hub.formats.dflash import check_causality
 from hf_specdec.hub.formats.keys import OURS, Section, decoder
 
 _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embeddings", "own_head", "draft_vocab_size")
