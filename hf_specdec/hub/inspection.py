@@ -148,7 +148,6 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
             source,
             registered_formats(),
             recognised=lambda format: setattr(found, "format", format.name),
-            headers=read_headers,
         )
         found.family = format.family
         for key in (key for key in CODE if fields.get(key)):

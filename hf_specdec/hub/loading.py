@@ -29,7 +29,14 @@ from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
 from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, check_spelling, is_weightless, methods_within_targets, named_method
+from hf_specdec.drafting.registry import (
+    FAMILIES,
+    WEIGHTLESS,
+    check_spelling,
+    is_weightless,
+    methods_within_targets,
+    named_method,
+)
 from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
 from hf_specdec.drafting.wrapped import unwrapped
@@ -171,7 +178,7 @@ def load_drafter(
         return WEIGHTLESS[name](**drafting_options)
     check_spelling(name)
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
+    format, fields = read_config(folder, source, registered_formats(), _config_defaults)
     family = FAMILIES[format.family]
     if family.load is not None:
         dtype = asked_dtype or _dtype_of(target)
@@ -301,7 +308,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
     """
     folder = source.locate([CONFIG_FILE])
     try:
-        format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
+        format, fields = read_config(folder, source, registered_formats(), _config_defaults)
     except NotADrafterError as error:
         raise ValueError(
             f"{source.name!r} is not a language model of transformers, such as LlamaForCausalLM: {error.found}. A "

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.hub.card import TRAINING_FILE, read_record
-from hf_specdec.methods.causal_lm import CausalLMDrafter
 
 
 def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict
 
 def _weights(drafter: Any) -> PreTrainedModel:
     """The module with the drafter's weights: its language model, or the drafter itself."""
-    return drafter.model if isinstance(drafter, CausalLMDrafter) else drafter
+    return drafter if isinstance(drafter, PretrainedDrafter) else drafter.model
 
 
 def _shape(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:

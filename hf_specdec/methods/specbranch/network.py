@@ -30,7 +30,7 @@ from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.drafting.wrapped import has_adapters, merged_adapters, unwrapped
 from hf_specdec.hub.card import is_hub_id
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.methods.specbranch.drafting import CONFIDENCE
 from hf_specdec.methods.specbranch.generator import SpecBranchGenerator
 
