@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ MARGINAL_METHODS: dict[str, Callable[[Any, Any], TreeCandidateGenerator]] = {}
 # Drafters without a checkpoint, by name; each entry makes one from drafting options.
 WEIGHTLESS: dict[str, Callable[..., Any]] = {}
 _BY_CLASS: dict[type[Any], Method] = {}
+_LOADERS: list[Callable[..., Any]] = []
 
 
 def register(name: str, drafter: type[Any], **about: Any) -> None:
@@ -126,6 +129,16 @@ def register(name: str, drafter: type[Any], **about: Any) -> None:
     elif method.origin == "name":
         _claim(WEIGHTLESS, name, drafter)
     _BY_CLASS[drafter] = method
+
+
+def register_loader(load: Callable[..., Any]) -> None:
+    """Registers `load_drafter`, which imports all methods, for what is below them; called where it is defined."""
+    _LOADERS[:] = [load]
+
+
+def load_registered(name: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `load_drafter`."""
+    return _LOADERS[0](name, *args, **kwargs)
 
 
 def named_alone() -> list[str]:
@@ -228,3 +241,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
 def name_of(model: Any) -> str:
     """Folder or Hub id of a model or drafter, for messages; its class if unknown."""
     return model.name_or_path or type(model).__name__
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/name and is not a local folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()

@@ -28,7 +28,6 @@ from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import (
     FAMILIES,
     WEIGHTLESS,
@@ -36,6 +35,7 @@ from hf_specdec.drafting.registry import (
     is_weightless,
     methods_within_targets,
     named_method,
+    register_loader,
 )
 from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
@@ -45,6 +45,7 @@ from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.library import own_layout
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
@@ -489,4 +490,4 @@ def _device_for(target: PreTrainedModel | None) -> torch.device:
     return target.device if target is not None and target.device.type != "meta" else torch.device("cpu")
 
 
-PublishedDrafter.load_drafter = staticmethod(load_drafter)  # for `from_pretrained` of each class
+register_loader(load_drafter)  # for `from_pretrained` of each class

@@ -45,12 +45,12 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.drafting.growth import best_tree, grow_levels, path_notes
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.reader import LastStates
 from hf_specdec.drafting.registry import Serving, register
 from hf_specdec.drafting.shapes import check_shapes, way_out
 from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading, check_sizes
 from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS, Section
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.eagle3.network import Eagle3Options
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.hub.card import TRAINING_FILE, read_record
+from hf_specdec.hub.pretrained import PretrainedDrafter
 
 
 def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:

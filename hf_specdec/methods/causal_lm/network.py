@@ -37,8 +37,8 @@ from hf_specdec.drafting.draft_model import DraftModel, target_ids_of, with_head
 from hf_specdec.drafting.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafting.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafting.pairing import warn_of_sizes
-from hf_specdec.drafting.pretrained import check_numbers, loading_differences
 from hf_specdec.drafting.registry import name_of
+from hf_specdec.drafting.targets import check_numbers, loading_differences
 from hf_specdec.drafting.vocabulary import draftable_rows, may_be_padding
 from hf_specdec.drafting.wrapped import merged_adapters, unwrapped
 from hf_specdec.hub.publishing import PublishedDrafter

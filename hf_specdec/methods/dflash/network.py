@@ -26,10 +26,10 @@ from hf_specdec.drafting.draft_logits import (
 )
 from hf_specdec.drafting.layers import HeadProjections
 from hf_specdec.drafting.options import TreeOptions
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import MARGINAL_METHODS, name_of
 from hf_specdec.drafting.shapes import check_shapes, way_out
 from hf_specdec.drafting.vocabulary import CachedRows, MappedVocabulary, draftable_rows, head_of_rows, known_ids
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.dflash.drafting import DFlashMarginals
 
 

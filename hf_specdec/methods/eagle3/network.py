@@ -20,11 +20,11 @@ from hf_specdec.decoding.targets.modules import apply_head
 from hf_specdec.drafting.config import FeatureFields
 from hf_specdec.drafting.layers import CachedAttention, DraftLayer
 from hf_specdec.drafting.options import TreeOptions
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.reader import EntryShape
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.drafting.vocabulary import MappedVocabulary, draftable_rows, head_of_rows
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.eagle3.drafting import Eagle3Generator
 
 # Upper bounds of the drafting options: far above useful values, they only catch typing errors.
