@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from curves import curves_svg
 from harness import about, load_target, table_of, wide_console
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AuroraDrafter
 from hf_specdec.drafting.drafter import always_drafting
-from hf_specdec.visualize.curves import curves_svg
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 TOPICS = {"Python": "*.py", "C++": "*.h", "Python again": "*.py"}

@@ -27,10 +27,10 @@ from hf_specdec import (
     register,
 )
 from hf_specdec.drafting.config import TargetFields
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.hub.formats.base import Format, Headers, Reading
 from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.losses import position_losses
 from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe

@@ -16,13 +16,13 @@ from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.methods.datastore import RestDrafter
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter
 from hf_specdec.methods.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.methods.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.methods.eagle import EagleConfig, EagleDrafter
-from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
 from hf_specdec.methods.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter, storing_layers
 from hf_specdec.methods.lookahead import LookaheadDrafter
 from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter, SuffixIndex

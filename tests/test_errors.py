@@ -12,7 +12,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter
 from tests.method_table import METHODS, make_ddtree, make_dflash
 from tests.scripted import fixed_tree
 from tests.targets import PROMPTS, fresh_target, make_target

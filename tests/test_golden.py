@@ -24,7 +24,8 @@ from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafting.drafter import always_drafting
 from hf_specdec.methods.ddtree import level_tree
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter
 from tests.trees import heap_tree
 from tests.watched import Watched
 

@@ -52,7 +52,7 @@ from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafting.options import COMPILE_MODES
 from hf_specdec.hub.loading import floating_dtype, usable_device
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 
 from .bundled import asked_for, auto, exact, host
 from .criteria import verdicts

@@ -19,7 +19,8 @@ from unittest.mock import patch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.methods.dflash import DFlashDrafter, DFlashMarginals
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.dflash.network import DFlashDrafter
 
 from .reference import reference_ddtree
 

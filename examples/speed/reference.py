@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 
 HostTree = tuple[list[int], list[int]]  # tokens and parents, root first
 

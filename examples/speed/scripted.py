@@ -23,8 +23,8 @@ from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, default_target_layer_ids
-from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.methods.eagle3.network import Eagle3Config, Eagle3Drafter
 
 from .reference import HostTree
 

@@ -40,7 +40,7 @@ from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.adaptation.recording import RefusalRecorder
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.step import TrainingStep
 
 __all__ = ["AuroraDrafter", "RoundsFolder", "Swap", "replayed_length"]

@@ -31,7 +31,7 @@ from hf_specdec.adaptation.base import recipe_for
 from hf_specdec.adaptation.learner import batch_of, copy_weights, gradient_step, new_optimizer, weights_of
 from hf_specdec.adaptation.policy import check_at_least
 from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 
 __all__ = ["AuroraTrainer", "main"]
 

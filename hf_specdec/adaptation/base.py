@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafting.drafter import Drafter, check_is_drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import method_of
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.recipe import RECIPES
 
 

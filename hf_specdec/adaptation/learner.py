@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_specdec.adaptation.policy import Action
 from hf_specdec.adaptation.recording import Query
 from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.data import collate
 from hf_specdec.training.losses import kl_loss
 from hf_specdec.training.step import AdaptiveStep

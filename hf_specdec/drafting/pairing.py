@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.fingerprint import has_fingerprint, local_tokenizer, tokenizer_fingerprint
-from hf_specdec.drafting.registry import name_of
-from hf_specdec.hub.card import Record, is_hub_id
+from hf_specdec.drafting.registry import is_hub_id, name_of
 
 
 def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
@@ -48,7 +47,7 @@ def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def check_taps(name: str, config: Any, record: Record | None, model: PreTrainedModel) -> None:
+def check_taps(name: str, config: Any, record: dict[str, Any] | None, model: PreTrainedModel) -> None:
     """Warns if the checkpoint reads the target's last layer, because there are two definitions of its hidden state.
 
     Args:
@@ -114,7 +113,7 @@ def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
         )
 
 
-def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_ids: Tensor) -> None:
+def check_mode(name: str, record: dict[str, Any] | None, model: PreTrainedModel, input_ids: Tensor) -> None:
     """Warns if a prompt differs from the drafter's training text in chat template or thinking.
 
     Args:

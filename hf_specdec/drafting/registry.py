@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class Method:
         load: for checkpoints that transformers loads: makes the drafter from config, name, folder, dtype and whether to
             load the weights; without weights it is on the meta device. None for a `PretrainedDrafter`, whose tensors
             are checked one by one.
+        of_target: for origin "target": makes the drafter from the target, the `Source` that was asked for and drafting
+            options; returns None where something else is meant.
+        in_target: for origin "target": what `inspect_drafter` says of a checkpoint with these tensor names and this
+            `config.json`; None if no drafter lies in it.
         layouts: the published layouts of its checkpoints (`Format` of `hub/formats/base.py`).
         not_read: layouts of its checkpoints that are recognised and refused (`Unsupported`, there).
         own_keys: the keys of the layout of this library (`Section`), where they do not follow from the config class.
@@ -80,6 +86,8 @@ class Method:
     drafter: type[Any]
     origin: Origin = "checkpoint"
     load: Callable[..., Any] | None = None
+    of_target: Callable[..., Any] | None = None
+    in_target: Callable[[Collection[str], dict[str, Any]], str | None] | None = None
     layouts: tuple[Any, ...] = ()
     not_read: tuple[Any, ...] = ()
     own_keys: Any = None
@@ -96,6 +104,7 @@ MARGINAL_METHODS: dict[str, Callable[[Any, Any], TreeCandidateGenerator]] = {}
 # Drafters without a checkpoint, by name; each entry makes one from drafting options.
 WEIGHTLESS: dict[str, Callable[..., Any]] = {}
 _BY_CLASS: dict[type[Any], Method] = {}
+_LOADERS: list[Callable[..., Any]] = []
 
 
 def register(name: str, drafter: type[Any], **about: Any) -> None:
@@ -122,6 +131,16 @@ def register(name: str, drafter: type[Any], **about: Any) -> None:
     _BY_CLASS[drafter] = method
 
 
+def register_loader(load: Callable[..., Any]) -> None:
+    """Registers `load_drafter`, which imports all methods, for what is below them; called where it is defined."""
+    _LOADERS[:] = [load]
+
+
+def load_registered(name: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `load_drafter`."""
+    return _LOADERS[0](name, *args, **kwargs)
+
+
 def named_alone() -> list[str]:
     """Drafters without weights that `load_drafter` makes from their name, without further arguments."""
     return sorted(name for name, drafter in WEIGHTLESS.items() if not getattr(drafter, "made_of", None))
@@ -146,6 +165,11 @@ def published_layouts() -> list[Any]:
     """The layouts that methods registered, read or not, in the order in which they are recognised."""
     found = [layout for method in _BY_CLASS.values() for layout in (*method.layouts, *method.not_read)]
     return sorted(found, key=lambda layout: layout.rank)
+
+
+def methods_within_targets() -> list[Method]:
+    """The methods whose drafters lie in the target's checkpoint."""
+    return [method for method in _BY_CLASS.values() if method.origin == "target"]
 
 
 def serving_of(drafter: object) -> Serving:
@@ -217,3 +241,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
 def name_of(model: Any) -> str:
     """Folder or Hub id of a model or drafter, for messages; its class if unknown."""
     return model.name_or_path or type(model).__name__
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/name and is not a local folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()

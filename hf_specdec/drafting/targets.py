@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-from hf_specdec.drafting.pretrained import loading_differences
 
 
 def whole_target(name: str, *, trust_remote_code: bool = False, **settings: Any) -> PreTrainedModel:
@@ -102,3 +101,27 @@ def _refuse_code(name: str, error: Exception) -> None:
             "--trust-remote-code to `hf-specdec verify`, `generate` or `chat`, or in Python load the target with "
             "trust_remote_code=True and pass it."
         ) from error
+
+
+def check_numbers(model: nn.Module, name: str) -> None:
+    """Raises ValueError if a model's parameters or buffers contain NaN."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.amax().isnan():
+            raise ValueError(
+                f"{key} of {name!r} contains NaN, so no tokens can be drafted. The checkpoint is damaged, or its "
+                "training failed: copy or download it again, or use another drafter."
+            )
+
+
+def loading_differences(info: dict[str, Any]) -> str:
+    """The weights that differ from the network's, as text from transformers' loading info; empty if there are none."""
+    shapes = {
+        f"{name} {list(stored)} in the files and {list(described)} by the config"
+        for name, stored, described in info["mismatched_keys"]
+    }
+    parts = []
+    kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": shapes}
+    for kind, weights in kinds.items():
+        if names := sorted(weights):
+            parts.append(f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
+    return "; ".join(parts)

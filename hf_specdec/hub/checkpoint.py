@@ -1,6 +1,6 @@
 """Reads a checkpoint's config: finds its format, and checks the config before anything is built from it.
 
-Needs neither torch nor transformers. Used by `inspect_drafter` and `load_drafter`.
+Used by `inspect_drafter` and `load_drafter`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, safetensors_headers, weight_files
-from hf_specdec.hub.formats.base import Format, StoredTensor
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
+from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.keys import check_keys
 from hf_specdec.hub.recognition import drafter_layout, known_layouts, recognise
+from hf_specdec.hub.tensors import read_headers
 from hf_specdec.hub.wording import printable
 from hf_specdec.unsafe_keys import CODE, listed, without_unsafe_keys
 
@@ -59,7 +60,6 @@ def read_config(
     registered: Iterable[Format] = (),
     defaults: Callable[[Format], Mapping[str, Any]] = lambda format: {},
     recognised: Callable[[Format], None] = lambda format: None,
-    headers: Callable[[Sequence[Path], str], Mapping[str, StoredTensor]] = safetensors_headers,
 ) -> tuple[Format, dict[str, Any]]:
     """The format and the content of a checkpoint's `config.json`; warns of keys that are dropped or have no effect.
 
@@ -69,8 +69,6 @@ def read_config(
         registered: as for `recognise`.
         defaults: returns the defaults of transformers' config class for a format.
         recognised: called with the format before the fields are checked.
-        headers: reads the headers of weight files, given with the name of the checkpoint; pickles need that of
-            `tensors.py`.
 
     Raises:
         OSError: a file is missing.
@@ -98,7 +96,7 @@ def read_config(
         ]
         source.locate(["model*.safetensors", INDEX_FILE, *others], revision=source.commit_of(folder))
         try:
-            return headers(weight_files(folder, name, others), name).keys()
+            return read_headers(weight_files(folder, name, others), name).keys()
         except FileNotFoundError:
             return ()  # no weights: an error about the config helps more
 

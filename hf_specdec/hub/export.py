@@ -17,10 +17,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 import hf_specdec.methods  # noqa: F401 (registers the families)
 from hf_specdec.drafting.drafter import Drafter, check_is_drafter
-from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import FAMILIES, Serving, method_of, serving_of, unknown_name
-from hf_specdec.hub.card import is_hub_id
+from hf_specdec.drafting.registry import FAMILIES, Serving, is_hub_id, method_of, serving_of, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.saving import WEIGHTS, saved_whole
 from hf_specdec.hub.source_layout import source_tensors

@@ -20,12 +20,11 @@ from typing import Any
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
-from hf_specdec.drafting.registry import FAMILIES, check_has_checkpoint
+from hf_specdec.drafting.registry import FAMILIES, check_has_checkpoint, methods_within_targets
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor
 from hf_specdec.hub.loading import check_amount, make_blueprint, naming_config, registered_formats
-from hf_specdec.hub.mtp import layer_note
 from hf_specdec.hub.tensors import differences, read_headers
 from hf_specdec.hub.wording import printable
 from hf_specdec.unsafe_keys import CODE
@@ -136,8 +135,8 @@ def inspect_drafter(
         fields = read_json(folder / CONFIG_FILE, found.name)
         # `found.tensors` is empty if the config was refused.
         names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
-        if (note := layer_note(names, fields)) is not None:
-            found.notes.append(note)
+        said = [method.in_target(names, fields) for method in methods_within_targets() if method.in_target is not None]
+        found.notes += [note for note in said if note is not None]
     return found
 
 
@@ -149,7 +148,6 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
             source,
             registered_formats(),
             recognised=lambda format: setattr(found, "format", format.name),
-            headers=read_headers,
         )
         found.family = format.family
         for key in (key for key in CODE if fields.get(key)):

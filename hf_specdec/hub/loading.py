@@ -28,8 +28,15 @@ from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
-from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import FAMILIES, WEIGHTLESS, check_spelling, is_weightless, named_method
+from hf_specdec.drafting.registry import (
+    FAMILIES,
+    WEIGHTLESS,
+    check_spelling,
+    is_weightless,
+    methods_within_targets,
+    named_method,
+    register_loader,
+)
 from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
 from hf_specdec.drafting.wrapped import unwrapped
@@ -37,9 +44,8 @@ from hf_specdec.hub.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, safetensors_headers, weight_files
 from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
-from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import own_layout
-from hf_specdec.hub.mtp import load_mtp
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
@@ -71,7 +77,7 @@ def is_drafter(name: str) -> bool:
     with warnings.catch_warnings(), suppress(ValueError):  # loading it says what is wrong
         warnings.simplefilter("ignore")
         _, fields = read_config(folder, source, registered_formats(), recognised=found.append)
-    return bool(found) and (found[0].family != LANGUAGE_MODEL.family or "draft_token_ids" in fields)
+    return bool(found) and (found[0].keys is not None or "draft_token_ids" in fields)
 
 
 def _on_cpu(load: Callable[P, T]) -> Callable[P, T]:
@@ -161,9 +167,10 @@ def load_drafter(
     if device is not None:  # otherwise it is the target's
         usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir, subfolder)
-    within_target = None if subfolder else load_mtp(target, source, **drafting_options)
-    if within_target is not None:
-        return within_target
+    for method in methods_within_targets() if not subfolder else ():
+        assert method.of_target is not None
+        if (drafter := method.of_target(target, source, **drafting_options)) is not None:
+            return drafter
     if is_weightless(name):
         way_out = "leave it out, or name a drafter with a checkpoint."
         _refuse_place(revision, subfolder, f"{name!r}, which has no checkpoint: {way_out}")
@@ -172,7 +179,7 @@ def load_drafter(
         return WEIGHTLESS[name](**drafting_options)
     check_spelling(name)
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
+    format, fields = read_config(folder, source, registered_formats(), _config_defaults)
     family = FAMILIES[format.family]
     if family.load is not None:
         dtype = asked_dtype or _dtype_of(target)
@@ -302,7 +309,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
     """
     folder = source.locate([CONFIG_FILE])
     try:
-        format, fields = read_config(folder, source, registered_formats(), _config_defaults, headers=read_headers)
+        format, fields = read_config(folder, source, registered_formats(), _config_defaults)
     except NotADrafterError as error:
         raise ValueError(
             f"{source.name!r} is not a language model of transformers, such as LlamaForCausalLM: {error.found}. A "
@@ -483,4 +490,4 @@ def _device_for(target: PreTrainedModel | None) -> torch.device:
     return target.device if target is not None and target.device.type != "meta" else torch.device("cpu")
 
 
-PublishedDrafter.load_drafter = staticmethod(load_drafter)  # for `from_pretrained` of each class
+register_loader(load_drafter)  # for `from_pretrained` of each class

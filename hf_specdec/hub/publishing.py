@@ -10,7 +10,7 @@ import os
 import tempfile
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,14 +28,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.drafting.registry import FAMILIES
+from hf_specdec.drafting.registry import FAMILIES, is_hub_id, load_registered
 from hf_specdec.hub.card import (
     CARD_FILE,
     MEASUREMENTS_FILE,
     TRAINING_FILE,
     Record,
     is_generated,
-    is_hub_id,
     model_card,
     read_record,
     write_record,
@@ -69,7 +68,6 @@ class PublishedDrafter(Drafter):
     training_record: Record | None = None
     card_summary: ClassVar[str]
     fits = "A drafter fits only the target it was trained for."
-    load_drafter: ClassVar[Callable[..., Drafter]]  # that of `hub/loading.py`, which sets it
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +76,7 @@ class PublishedDrafter(Drafter):
         Raises:
             OSError, TypeError, ValueError: as `load_drafter`; or the drafter is of another class.
         """
-        drafter = cls.load_drafter(pretrained_model_name_or_path, *args, **kwargs)
+        drafter = load_registered(pretrained_model_name_or_path, *args, **kwargs)
         if not isinstance(drafter, cls):
             kind, name = type(drafter).__name__, str(pretrained_model_name_or_path)
             raise ValueError(f"{name!r} is a {kind}, not a {cls.__name__}: use load_drafter, or {kind}.")

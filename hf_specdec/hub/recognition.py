@@ -7,12 +7,10 @@ registered, see `hf_specdec/methods/`. Source: shared facts on formats, A1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable
 
 from hf_specdec.drafting.registry import published_layouts
 from hf_specdec.hub.formats.base import Config, Format, Unsupported
-from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.library import PREFIX, find_own_layout
 from hf_specdec.hub.formats.speculators import OTHER_KIND
 
@@ -37,8 +35,9 @@ def recognise(
     """
     if (found := _of_a_drafter(config, name, tensor_names, registered)) is not None:
         return _supported(found, name)
-    if is_language_model(config):
-        return LANGUAGE_MODEL
+    for layout in known_layouts():
+        if _is_plain(layout) and layout.recognises is not None and layout.recognises(config):
+            return _supported(layout, name)
     raise NotADrafterError(config, name)
 
 
@@ -53,7 +52,7 @@ def _of_a_drafter(
 ) -> Format | Unsupported | None:
     if (own := find_own_layout(config, name, registered)) is not None:
         return own
-    layouts = known_layouts()
+    layouts = [layout for layout in known_layouts() if not _is_plain(layout)]
     for layout in layouts:
         if layout.recognises is not None and layout.recognises(config):
             return layout
@@ -81,16 +80,13 @@ class NotADrafterError(ValueError):
         )
 
 
-def is_language_model(config: Config) -> bool:
-    """Whether the class in a `config.json` has the name of a language model of transformers, or contains one."""
-    names = config.get("architectures") or ()
-    named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in names)
-    contains = "text_config" in config and any(name.endswith("ForConditionalGeneration") for name in names)
-    return (named or contains) and "model_type" in config
+def _is_plain(layout: Format | Unsupported) -> bool:
+    """Whether it is that of plain language models, which are drafters only where nothing else is found."""
+    return isinstance(layout, Format) and layout.keys is None
 
 
 def _known() -> str:
-    names = dict.fromkeys(layout.name for layout in [*known_layouts(), LANGUAGE_MODEL] if isinstance(layout, Format))
+    names = dict.fromkeys(layout.name for layout in known_layouts() if isinstance(layout, Format))
     return f"{', '.join(names)}, and what hf_specdec saves itself (model_type {PREFIX}...)"
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_specdec.drafting.pretrained import PretrainedDrafter, SourceLayout, SourceTensor
 from hf_specdec.drafting.registry import method_of
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source
 from hf_specdec.hub.formats.base import Format, Headers
 from hf_specdec.hub.formats.keys import OURS, TRANSFORMERS
+from hf_specdec.hub.pretrained import PretrainedDrafter, SourceLayout, SourceTensor
 from hf_specdec.hub.tensors import load_tensors, read_headers
 from hf_specdec.unsafe_keys import listed
 

@@ -5,9 +5,6 @@ import pkgutil
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-# Recipes that are not in the file of their method yet.
-for _name in ("causal_lm", "dflash", "dspark"):
-    importlib.import_module(f"hf_specdec.training.{_name}")
 
 # `from_pretrained` of each class reads what `load_drafter` reads, and whoever can make a drafter can hand it to
 # `generate`: the second module patches transformers when it is imported. Nothing of them is used here.

@@ -9,7 +9,7 @@ sections 1.1 to 1.3; z-lab/dflash.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +21,19 @@ from hf_specdec.drafting.draft_logits import SoftCapLogitsProcessor, TargetVocab
 from hf_specdec.drafting.growth import Slots
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import known_ids
-from hf_specdec.hub.formats.dflash2 import DFLASH2
-from hf_specdec.hub.formats.speculators import SPECULATORS
-from hf_specdec.methods.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, once
+from hf_specdec.hub.formats.keys import Section, decoder
+from hf_specdec.hub.formats.speculators import section, speculators
+from hf_specdec.methods.dflash.layouts import (
+    BLOCK_KEYS,
+    BLOCK_SERVING,
+    ZLAB,
+    block_config,
+    read_speculators_dflash,
+    read_zlab,
+)
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashLayer, block_field
 from hf_specdec.methods.dspark import ConditionalDrafter, DSparkOptions
-
-__all__ = ["DFlash2Config", "DFlash2Drafter", "DFlash2Options"]
 
 TREE, CHAIN = "dflash2", "dflash2_chain"
 
@@ -231,4 +238,87 @@ class DFlash2Drafter(ConditionalDrafter):
         return facts
 
 
-register("dflash2", DFlash2Drafter, layouts=(DFLASH2, SPECULATORS["dflash2"]), serving=BLOCK_SERVING)
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_KEYS = (*CONVOLUTIONS, "output_multiplier", "input_embedding_scale")
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+
+
+def is_dflash2(fields: Config) -> bool:
+    """Whether a `config.json` has z-lab's layout of DFlash 2."""
+    named = any("DFlash2" in name for name in fields.get("architectures") or ())
+    return named or bool({"selector_rank", "conv_kernel_size"} & {*fields, *(fields.get("dflash_config") or ())})
+
+
+def read_dflash2(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of a DFlash 2 drafter in z-lab's layout.
+
+    Raises:
+        ValueError: a key is in two places, with different values.
+    """
+    nested = dict(fields.get("dflash_config") or {})
+    block = {key: once(fields, nested, key) for key in _KEYS}
+    cap = once(fields, nested, "final_logit_softcapping")
+    nested |= {key: value for key, value in block.items() if value is not None}
+    nested.pop("final_logit_softcapping", None)
+    rest = {key: value for key, value in fields.items() if key not in _KEYS}
+    rest |= {"dflash_config": nested, "final_logit_softcapping": cap if cap is not None and cap > 0 else None}
+    reading = read_zlab(rest, stored)
+    # Some checkpoints have the codebooks as embedding modules.
+    tables = {f"{codebook}.weight": codebook for codebook in _CODEBOOKS}
+    return Reading(reading.fields, {name: tables.get(ours, ours) for name, ours in reading.names.items()})
+
+
+def _with_keys(section: Section, *further: str) -> Section:
+    """A section of DFlash's layout with the additional keys."""
+    only = {key: values for key, values in section.only.items() if key not in _KEYS}
+    return replace(section, read=section.read.union(_KEYS, further), only=only)
+
+
+_zlab = ZLAB.keys
+
+
+assert _zlab is not None
+
+
+_block = _with_keys(_zlab.nested["dflash_config"], "final_logit_softcapping")
+DFLASH2 = Format(
+    "DFlash 2",
+    "dflash2",
+    read_dflash2,
+    replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
+    refused=ZLAB.refused,
+    recognises=is_dflash2,
+    rank=30,
+)
+# Of the training class.
+DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+
+
+def read_speculators_dflash2(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of a DFlash 2 drafter in the speculators layout."""
+    given = {"sliding_window_non_causal": True} | DFLASH2_DEFAULTS | fields
+    reading = read_speculators_dflash(given, stored)
+    block = reading.fields["dflash_config"] | {key: given[key] for key in CONVOLUTIONS}
+    return Reading(reading.fields | {"dflash_config": block}, reading.names)
+
+
+def write_dflash2(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `DFlash2Drafter` whose config has these fields; arguments as for `write_eagle3`."""
+    block = fields["dflash_config"]
+    for key in ("output_multiplier", "input_embedding_scale"):
+        if block.get(key, 1) != 1:
+            raise ValueError(f"{key} is {block[key]!r}, and this layout has no field for it.")
+    config = block_config("dflash2", "DFlash2DraftModel", fields, target)
+    return config | {key: block[key] for key in CONVOLUTIONS}
+
+
+SPECULATORS_DFLASH2 = speculators(
+    "dflash2",
+    "DFlash 2",
+    read_speculators_dflash2,
+    write_dflash2,
+    section(*BLOCK_KEYS, *CONVOLUTIONS, layer=decoder("is_causal")),
+)
+
+
+register("dflash2", DFlash2Drafter, layouts=(DFLASH2, SPECULATORS_DFLASH2), serving=BLOCK_SERVING)

@@ -8,10 +8,21 @@ chain will be accepted (`tree_budget="auto"`); trees are ranked by the distribut
 `ConditionalDrafter`, whose slots are conditioned on the previous token too. Source: DSpark, arXiv 2607.05147; shared
 facts on formats of 2026, sections 2.2 to 2.4; sgl-project/SpecForge; deepseek-ai/DeepSpec; DDTree, arXiv 2604.12989,
 for the tree.
+
+Layouts: DeepSpec has the keys at the top level and stores embeddings and head; SpecForge has the keys in
+`dflash_config` and uses the target's embeddings and head. Some files mix the two, so keys are read in either place, and
+tensor names determine which heads exist. Slots are next-token by default, in AngelSpec's layout fill-in. Source: shared
+facts on formats of 2026, section 2.
+
+In training the Markov head reads the row's tokens in training and drafted tokens when it drafts. The confidence head
+learns the probability that a sampled draft is accepted, 1 - TV between the target's probs and the drafter's; with loss
+"ce", which does not compute the target's probs, whether the most probable draft is right. It passes no gradient to
+other layers. Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, section 2.4.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,7 +30,9 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
@@ -31,18 +44,34 @@ from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
 from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import head_of_rows, known_ids
-from hf_specdec.hub.formats.dspark import DSPARK, NOT_READ
-from hf_specdec.hub.formats.speculators import SPECULATORS
-from hf_specdec.methods.dflash import (
-    BLOCK_SERVING,
-    DFlashConfig,
-    DFlashDrafter,
-    DFlashMarginals,
-    DFlashOptions,
-    block_field,
+from hf_specdec.hub.formats.base import (
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Unsupported,
+    architecture,
+    check_vocabulary_maps,
+    decoder_shape,
+    once,
 )
-
-__all__ = ["DSparkConfig", "DSparkDrafter", "DSparkOptions"]
+from hf_specdec.hub.formats.deepspec import GEMMA_4_LAYERS
+from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
+from hf_specdec.hub.formats.speculators import section, speculators
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.dflash.layouts import (
+    BLOCK_KEYS,
+    BLOCK_SERVING,
+    block_config,
+    check_causality,
+    dflash_reading,
+    read_speculators_dflash,
+)
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, DFlashOptions, block_field
+from hf_specdec.methods.dflash.training import DFlashStep, DFlashTrainOptions, new_drafter, prepare, read_rows
+from hf_specdec.training.options import Count
+from hf_specdec.training.recipe import Recipe, register_recipe
+from hf_specdec.training.source import Source
 
 TREE, CHAIN = "dspark", "dspark_chain"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -379,10 +408,269 @@ class ChainGenerator(DSparkGenerator):
         return replace(DraftTree.chain(token_ids, finite=finite), path_logprobs=torch.cat(paths, 1))
 
 
+class DSparkStep(DFlashStep):
+    """Loss of one batch of rows for a `DSparkDrafter`; arguments as for `DFlashStep`."""
+
+    drafter: DSparkDrafter
+
+    def head_input(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+        """[batch, anchors, depth, hidden + 2 rank]: the slots' states, the input of W2, and the previous tokens."""
+        states, head = super().head_input(hidden, previous_ids), self.drafter.markov_head
+        if head is None:
+            return states
+        embedded = head.embed(previous_ids)
+        if self.config.first_slot:  # the recurrent head starts at the anchor's own slot
+            whole = torch.cat([embedded[:, :, :1], embedded], dim=2)
+            codes = head.of_blocks(hidden, whole)[:, :, 1:]
+        else:
+            codes = head.of_blocks(states, embedded)
+        return torch.cat([states, codes, embedded], dim=-1)
+
+    def _parts(self, head_input: Tensor) -> tuple[Tensor, ...]:
+        rank = self.drafter.config.markov_rank
+        return head_input.split([head_input.shape[-1] - 2 * rank, rank, rank], dim=-1)
+
+    def draft_head(self, head_input: Tensor) -> Tensor:
+        states, codes, _ = self._parts(head_input)
+        logits = super().draft_head(states)
+        head = self.drafter.markov_head
+        return logits if head is None else logits + head.markov_w2(codes).float()
+
+    @property
+    def wants_agreement(self) -> bool:
+        return self.drafter.confidence_head is not None
+
+    def further_losses(self, head_input: Tensor, agreement: Tensor) -> Tensor:
+        states, _, embedded = self._parts(head_input.detach())
+        confidence = self.drafter.confidence(states, embedded)
+        assert confidence is not None, "agreement is computed only with a confidence head"
+        return binary_cross_entropy_with_logits(confidence.float(), agreement.clamp(0, 1), reduction="none")
+
+
+def new_dspark_drafter(
+    target: PreTrainedModel,
+    *,
+    block_size: int = 7,
+    markov_rank: int = 64,
+    markov_head_type: str = "vanilla",
+    **options: Any,
+) -> DSparkDrafter:
+    """A DSpark drafter for a target, with random weights, next-token slots and a confidence head.
+
+    Args:
+        target: the model to draft for.
+        block_size: slots of a block, including the root's; all of them draft.
+        markov_rank: width of the Markov head.
+        markov_head_type: "vanilla", "gated" or "rnn".
+        options: as for DFlash's; `mask_token_id` is required.
+    """
+    return new_drafter(
+        target,
+        drafter_class=DSparkDrafter,
+        block_size=block_size,
+        markov_rank=markov_rank,
+        markov_head_type=markov_head_type,
+        sample_from_anchor=True,
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+        **options,
+    )
+
+
+@dataclass(kw_only=True)
+class DSparkTrainOptions(DFlashTrainOptions):
+    """Options of the training command for DSpark."""
+
+    block_size: Count = HfArg(default=7, help="slots of a block, including the root's; all of them draft")
+    markov_rank: Count = HfArg(default=64, help="width of the Markov head")
+    markov_head_type: str = HfArg(default="vanilla", help="of the Markov head", metadata={"choices": MARKOV_HEADS})
+
+
+def _prepare(options: DSparkTrainOptions, target: PreTrainedModel, source: Source) -> tuple[DFlashDrafter, DFlashStep]:
+    return prepare(
+        options,
+        target,
+        source,
+        new=new_dspark_drafter,
+        step=DSparkStep,
+        markov_rank=options.markov_rank,
+        markov_head_type=options.markov_head_type,
+    )
+
+
+HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_BLOCK = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "sample_from_anchor",
+    "causal",
+    "projector_type",
+    *HEAD_KEYS,
+)
+_IN_BLOCK_MASK = ("is_causal", "dflash_query_causal")
+# DSpark classes with Qwen3 layers.
+_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel")
+# AngelSpec's names, and ours.
+_ANGELSPEC = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
+
+
+def is_dspark(fields: Config) -> bool:
+    """Whether a `config.json` describes a DSpark drafter with Qwen3 layers."""
+    block: Any = fields.get("dflash_config") or {}
+    named = any(name in _CLASSES for name in fields.get("architectures") or ())
+    ranked = bool(fields.get("markov_rank") or block.get("markov_rank"))
+    return named or block.get("projector_type") == "dspark" or ranked
+
+
+def read_dspark(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of a DSpark drafter.
+
+    Raises:
+        ValueError: a key is in two places, with different values.
+    """
+    angelspec = fields.get("model_type") == "dspark"
+    nested = dict(fields.get("dflash_config") or {})
+    block = {key: once(fields, nested, key) for key in _BLOCK}
+    block = {key: value for key, value in block.items() if value is not None}
+    block.setdefault("sample_from_anchor", not angelspec)
+    alpha = once(fields, nested, "confidence_head_alpha")  # weight of its loss: positive if it was trained
+    block.setdefault("enable_confidence_head", bool(alpha))
+    causal = {key: fields[key] for key in _IN_BLOCK_MASK if fields.get(key) is not None}
+    check_causality(causal | {"causal": block.get("causal")})
+    rope = once(fields, nested, "rope_is_neox_style")
+    shape = decoder_shape(fields, "qwen3")
+    shape["rope_parameters"].pop("partial_rotary_factor", None)  # the target's; draft layers rotate all dimensions
+    ours = shape | {
+        "draft_vocab_size": once(fields, nested, "draft_vocab_size") or fields.get("vocab_size"),
+        "final_logit_softcapping": fields.get("final_logit_softcapping"),
+        # In AngelSpec's configs, num_target_layers is the number of layers that are read.
+        "num_target_layers": fields.get("target_num_hidden_layers" if angelspec else "num_target_layers"),
+        "is_causal": next(map(bool, causal.values()), None),
+        "target_name_or_path": fields.get("target_name_or_path", fields.get("target_model_name_or_path")),
+        **{key: fields[key] for key in OURS if fields.get(key) is not None},
+        **({} if rope is None else {"rope_is_neox_style": rope}),
+    }
+    if nested.get("own_head") or nested.get("own_embeddings"):  # saved by this library; headers may still be unknown
+        block |= {key: bool(nested.get(key)) for key in ("own_head", "own_embeddings")}
+    return with_heads(dflash_reading(ours, block, stored), stored)
+
+
+def with_heads(reading: Reading, stored: Headers | None) -> Reading:
+    """Completes a reading with the heads that the headers have, and converts tensor names."""
+    if stored is None:
+        return reading
+    block = dict(reading.fields["dflash_config"])
+    names = {name: _our_name(ours) for name, ours in reading.names.items()}
+    of = {ours: stored[name].shape for name, ours in names.items()}
+    proj = of.get("confidence_head.proj.weight")
+    block["enable_confidence_head"] = proj is not None
+    if proj is not None:
+        block["confidence_head_with_markov"] = proj[-1] > reading.fields["hidden_size"]
+    return Reading(reading.fields | {"dflash_config": block}, names)
+
+
+def _our_name(name: str) -> str:
+    name = re.sub(r"^(draft_model|logit_head)\.", "", name)
+    for theirs, ours in _ANGELSPEC.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+_READ = (*_BLOCK, "confidence_head_alpha", "rope_is_neox_style", "draft_vocab_size")
+# Training settings, and fields of the target in configs that were copied from its config.
+_IDLE = (
+    "attention_mode", "has_lm_head", "has_own_embed_tokens", "loss_decay_gamma", "num_anchors", "partial_rotary_factor",
+    "target_hidden_size", "target_model_type", "target_text_model_type",
+)  # fmt: skip
+DSPARK = Format(
+    "DSpark",
+    "dspark",
+    read_dspark,
+    decoder(
+        "final_logit_softcapping", "num_target_layers", "target_model_name_or_path", "target_num_hidden_layers",
+        *_IN_BLOCK_MASK, *_READ, *OURS,
+        idle=_IDLE,
+        only={"attention_sink_bias": (False,), "enable_qwen35_gated_q_proj": (False,), "fusion_type": ("concat_fc",)},
+        nested={
+            **{key: replace(rope, idle=rope.idle | {"partial_rotary_factor"}, only={}) for key, rope in ROPES.items()},
+            "dflash_config": Section(
+                frozenset((*_READ, "own_embeddings", "own_head")),
+                frozenset((*_IDLE, "num_target_layers")),
+                {"attention_sink_bias": (False,)},
+            ),
+        },
+    ),
+    check=check_vocabulary_maps,
+    recognises=is_dspark,
+    rank=51,
+)  # fmt: skip
+NOT_READ = (
+    Unsupported(
+        "Domino",
+        "a recurrent net over the drafted prefix that corrects the logits",
+        architecture("Domino"),
+        rank=50,
+    ),
+    Unsupported("DSpark for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4DSpark"), rank=52),
+    Unsupported(
+        "DSpark for Qwen3.5",
+        "draft layers with gated queries and norms of gain 1 + w",
+        architecture("Qwen35DSpark"),
+        rank=52,
+    ),
+    Unsupported("DSpark of another architecture", "draft layers that are not Qwen3's", architecture("DSpark"), rank=53),
+)
+
+
+def read_speculators_dspark(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of a DSpark drafter in the speculators layout."""
+    # Defaults of the class; engines have different ones for the slots (shared facts on formats of 2026, section 2.6).
+    given = {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"} | fields
+    reading = read_speculators_dflash(given, stored)
+    heads = {key: given[key] for key in HEAD_KEYS if given.get(key) is not None}
+    block = {"projector_type": "dspark"} | reading.fields["dflash_config"] | heads
+    return with_heads(Reading(reading.fields | {"dflash_config": block}, reading.names), stored)
+
+
+def write_dspark(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `DSparkDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    block = fields["dflash_config"]
+    if not block.get("markov_rank") or block.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(
+            f"markov_rank is {block.get('markov_rank', 0)!r} and markov_head_type {block.get('markov_head_type')!r}, "
+            "and vLLM has vanilla Markov heads only."
+        )
+    config = block_config("dspark", "DSparkDraftModel", fields, target)
+    return config | {key: block.get(key) or False for key in HEAD_KEYS} | {"markov_head_type": "vanilla"}
+
+
+SPECULATORS_DSPARK = speculators(
+    "dspark",
+    "DSpark",
+    read_speculators_dspark,
+    write_dspark,
+    section(*BLOCK_KEYS, *HEAD_KEYS, layer=decoder("is_causal")),
+)
+
+
 register(
     "dspark",
     DSparkDrafter,
-    layouts=(DSPARK, SPECULATORS["dspark"]),
+    layouts=(DSPARK, SPECULATORS_DSPARK),
     not_read=NOT_READ,
     serving=replace(BLOCK_SERVING, method="dspark"),
+)
+
+
+register_recipe(
+    Recipe(
+        "dspark",
+        DSparkTrainOptions,
+        _prepare,
+        read_rows=read_rows,
+        eval_batch_size=32,
+        further=lambda drafter, target: DSparkStep(drafter, target, loss="kl"),
+    )
 )

@@ -30,11 +30,11 @@ from hf_specdec.drafting.layers import CachedAttention
 from hf_specdec.drafting.registry import Serving, name_of, register
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.drafting.vocabulary import CachedRows, draftable_rows
-from hf_specdec.hub.formats.safeailab import SAFEAILAB_EAGLE
-from hf_specdec.hub.formats.speculators import SPECULATORS_EAGLE
-from hf_specdec.methods.eagle3 import Eagle3Generator, Eagle3Options, PairDrafter
-
-__all__ = ["EagleConfig", "EagleDrafter", "EagleGenerator", "EagleOptions"]
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, decoder_shape
+from hf_specdec.hub.formats.keys import decoder
+from hf_specdec.hub.formats.speculators import is_kind
+from hf_specdec.methods.eagle3.drafting import Eagle3Generator
+from hf_specdec.methods.eagle3.network import Eagle3Options, PairDrafter
 
 
 @strict
@@ -204,6 +204,42 @@ class EagleGenerator(Eagle3Generator):
         if self.drafter.config.maps_vocabulary:
             return logits
         return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)
+
+
+def read_eagle(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of an EAGLE-1 or EAGLE-2 drafter.
+
+    The tensors decide about biases and norms: configs are copies of the target's, and have wrong or no fields for them.
+    """
+    names = {name: name for name in stored or () if not name.endswith("rotary_emb.inv_freq")}
+    present = names if stored is not None else {"embed_tokens.weight"}  # a larger drafter, for the checks of size
+    first = "layers.0."
+    ours = decoder_shape(fields, "llama") | {
+        "bias": "fc.bias" in present if stored is not None else fields.get("bias", True) is not False,
+        "attention_bias": f"{first}self_attn.q_proj.bias" in present,
+        "output_bias": f"{first}self_attn.o_proj.bias" in present,
+        "mlp_bias": f"{first}mlp.up_proj.bias" in present,
+        "norm_before_attention": f"{first}input_layernorm.weight" in present,
+        "own_embeddings": "embed_tokens.weight" in present,
+    }
+    return Reading(ours, names)
+
+
+SAFEAILAB_EAGLE = Format(
+    "EAGLE-1 and EAGLE-2",
+    "eagle",
+    read_eagle,
+    decoder("bias", idle=("qkv_bias",)),
+    other_weights=("pytorch_model.bin",),
+    recognises_names=lambda names: (
+        {"fc.weight", "layers.0.mlp.up_proj.weight"} <= set(names)
+        and not {"lm_head.weight", "norm.weight"} & set(names)
+    ),
+    rank=91,
+)
+SPECULATORS_EAGLE = Unsupported(
+    "speculators eagle", "a reader for EAGLE-1, whose drafters have no head", is_kind("eagle"), rank=0
+)
 
 
 register(

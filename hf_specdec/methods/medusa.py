@@ -42,12 +42,12 @@ from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.drafter import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafting.growth import StaticTree
 from hf_specdec.drafting.options import TreeOptions, is_number
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.reader import LastStates
 from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported
 from hf_specdec.hub.formats.keys import decoder
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe

@@ -49,7 +49,8 @@ from hf_specdec.drafting.layers import DraftLayer
 from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.hub.tensors import load_tensors
-from hf_specdec.methods.eagle3 import PairDrafter, PairReader
+from hf_specdec.methods.eagle3.drafting import PairReader
+from hf_specdec.methods.eagle3.network import PairDrafter
 from hf_specdec.methods.medusa import HeadsStep
 from hf_specdec.methods.peagle import PEagleOptions
 from hf_specdec.training.losses import LossName

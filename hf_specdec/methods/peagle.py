@@ -9,6 +9,7 @@ of 2026, section 4.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -24,11 +25,18 @@ from hf_specdec.drafting.drafter import BlockMarginals
 from hf_specdec.drafting.options import TreeOptions
 from hf_specdec.drafting.reader import behind_committed
 from hf_specdec.drafting.registry import MARGINAL_METHODS, Serving, register
-from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE
-from hf_specdec.hub.formats.speculators import SPECULATORS
-from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Network, PairReader
-
-__all__ = ["PEagleConfig", "PEagleDrafter", "PEagleOptions"]
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, architecture, check_vocabulary_maps, once
+from hf_specdec.hub.formats.keys import Section, decoder
+from hf_specdec.hub.formats.speculators import envelope, section, speculators
+from hf_specdec.methods.eagle3.drafting import PairReader
+from hf_specdec.methods.eagle3.layouts import (
+    EAGLE3_FLAGS,
+    EAGLE_CONFIG,
+    read_specforge,
+    read_speculators_eagle3,
+    write_eagle3,
+)
+from hf_specdec.methods.eagle3.network import Eagle3Config, Eagle3Network
 
 
 @strict
@@ -139,10 +147,70 @@ def _marginals(
     return (logits,)
 
 
+def peagle_reading(reading: Reading, fields: Config) -> Reading:
+    """Adds the fields of a P-EAGLE drafter; `PEagleConfig` checks for a missing mask token.
+
+    Raises:
+        ValueError: the mask token is in two places, with different values, or the first proposal method has no
+            `speculative_tokens`.
+    """
+    own = {"mask_token_id": once(fields, fields.get("dflash_config") or {}, "mask_token_id")}
+    methods: Any = (fields.get("speculators_config") or {}).get("proposal_methods")
+    if methods:
+        if not isinstance(methods, list) or not isinstance(methods[0], dict) or "speculative_tokens" not in methods[0]:
+            raise ValueError(f"proposal_methods is {methods!r}; its first entry must have speculative_tokens.")
+        own |= {"num_draft_tokens": methods[0]["speculative_tokens"]}
+    return Reading(reading.fields | own, reading.names)
+
+
+def read_specforge_peagle(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of SpecForge's P-EAGLE drafter."""
+    return peagle_reading(read_specforge(fields, stored), fields)
+
+
+SPECFORGE_PEAGLE = Format(
+    "P-EAGLE (SpecForge)",
+    "peagle",
+    read_specforge_peagle,
+    decoder(
+        "draft_vocab_size", "fc_norm", "mask_token_id", "norm_output", "target_hidden_size",
+        idle=EAGLE_CONFIG["idle"],
+        nested={**EAGLE_CONFIG["nested"], "dflash_config": Section(read=frozenset(("mask_token_id",)))},
+    ),
+    other_weights=("pytorch_model.bin",),
+    check=check_vocabulary_maps,
+    recognises=architecture("PEagle"),
+    rank=60,  # its configs have a dflash_config, as those of the next ones
+)  # fmt: skip
+
+
+def read_speculators_peagle(fields: Config, stored: Headers | None) -> Reading:
+    """Converts fields and tensor names of a P-EAGLE drafter in the speculators layout."""
+    return peagle_reading(read_speculators_eagle3(fields, stored), fields)
+
+
+def write_peagle(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `PEagleDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    if fields["fc_norm"]:
+        raise ValueError("fc_norm is true, and vLLM does not read it for P-EAGLE drafters.")
+    tokens = fields["num_draft_tokens"]
+    about = envelope("peagle", fields, target, "PEagleSpeculator", speculative_tokens=tokens)
+    return write_eagle3(fields, target) | about | {"mask_token_id": fields["mask_token_id"]}
+
+
+SPECULATORS_PEAGLE = speculators(
+    "peagle",
+    "P-EAGLE",
+    read_speculators_peagle,
+    write_peagle,
+    section("eagle_aux_hidden_state_layer_ids", "mask_token_id", *EAGLE3_FLAGS, layer=decoder()),
+)
+
+
 register(
     "peagle",
     PEagleDrafter,
-    layouts=(SPECFORGE_PEAGLE, SPECULATORS["peagle"]),
+    layouts=(SPECFORGE_PEAGLE, SPECULATORS_PEAGLE),
     serving=Serving(
         "eagle3",
         tokens=lambda drafter: drafter.config.num_draft_tokens,

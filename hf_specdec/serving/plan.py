@@ -15,8 +15,7 @@ from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source, read_json
 from hf_specdec.hub.loading import load_drafter
-from hf_specdec.hub.mtp import holds_layer
-from hf_specdec.hub.target_files import locate_config
+from hf_specdec.hub.target_files import locate_config, locate_target
 
 # Drafting and verifying a token costs more than it gains if it is accepted less often than this.
 LEAST_ACCEPTANCE = 0.1
@@ -83,11 +82,13 @@ def plan_serving(
     location = str(Path(target).resolve()) if Path(target).is_dir() else target
     architectures: list[str] = config.get("architectures") or []
     if (named := named_method(drafter)) is not None:
-        if named.origin == "target" and not holds_layer(Source(target, local_files_only=local_files_only)):
-            raise ValueError(
-                f"The checkpoint of target {target!r} has no multi-token-prediction layer of a known layout: name "
-                "another drafter, such as ngram."
-            )
+        if named.in_target is not None:
+            files = locate_target(Source(target, local_files_only=local_files_only))
+            if named.in_target(files.shards, files.config) is None:
+                raise ValueError(
+                    f"The checkpoint of target {target!r} has no {drafter} layer of a known layout: name another "
+                    "drafter, such as ngram."
+                )
         serving = _checked(named.serving or Serving(not_exported="vLLM has no such method"), drafter, target)
         number = num_speculative_tokens or serving.default_tokens
         own = {"method": serving.method, "num_speculative_tokens": number}

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
-from hf_specdec.hub.card import is_hub_id
+from hf_specdec.drafting.registry import is_hub_id
 from hf_specdec.hub.files import read_utf8
 from hf_specdec.training.answer_files import AnswerSettings, Task, end_ids, template_hash, write_files
 from hf_specdec.training.continuation import Prompt

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import hf_specdec
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.hub.card import TRAINING_FILE, read_record
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 
 
 def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def _sums(record: dict[str, Any]) -> dict[str, float]:
 
 def _weights(drafter: Any) -> PreTrainedModel:
     """The module with the drafter's weights: its language model, or the drafter itself."""
-    return drafter.model if isinstance(drafter, CausalLMDrafter) else drafter
+    return drafter if isinstance(drafter, PretrainedDrafter) else drafter.model
 
 
 def _shape(drafter: Any, target: PreTrainedModel) -> dict[str, Any]:

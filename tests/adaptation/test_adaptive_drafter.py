@@ -21,7 +21,7 @@ from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
 from hf_specdec.adaptation.learner import new_optimizer
 from hf_specdec.adaptation.recording import Query
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader
 from tests.method_table import make_dflash, make_specblock
 from tests.targets import PROMPTS, fresh_target, one_prompt

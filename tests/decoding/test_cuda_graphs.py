@@ -27,8 +27,9 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.methods.causal_lm import CausalLMDrafter
-from hf_specdec.methods.dflash import DFlashDrafter, DFlashMarginals
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from hf_specdec.verification import verify_lossless
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.method_table import METHODS, STEADY, make_ddtree, make_dflash
 from tests.scripted import StubDrafter, fixed_tree, right_for
 from tests.targets import PROMPTS, VOCAB, fresh_target, make_target

@@ -22,7 +22,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafting.growth import best_tree, level_tree
 from hf_specdec.drafting.reader import NewTokens
 from hf_specdec.methods import dflash, eagle3
-from hf_specdec.methods.dflash import DFlashMarginals
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
 from hf_specdec.methods.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.methods.specblock import drafting as specblock
 from hf_specdec.methods.specblock.drafting import SpecBlockGenerator

@@ -23,7 +23,7 @@ from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE, cache_name
 from hf_specdec.drafting.drafter import always_drafting
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.methods.specbranch import SpecBranchDrafter
 from hf_specdec.verification.precision import Raised
 from tests.method_table import METHODS

@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.methods.causal_lm import CausalLMDrafter
-from hf_specdec.methods.dflash import DFlashOptions
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.dflash.network import DFlashOptions
 from hf_specdec.methods.lookup import NGramDrafter, NGramOptions
 from tests.method_table import METHODS, make_causal_lm, make_ddtree, make_dflash, make_specbound, make_specbranch
 from tests.targets import make_target

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.method_table import FREE, METHODS, make_ddtree
 from tests.targets import fresh_target, one_prompt, tiny_tokenizer
 

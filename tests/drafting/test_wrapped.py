@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.methods.specbranch import SpecBranchDrafter
 from tests.method_table import METHODS, make_causal_lm, make_specbound
 from tests.targets import fresh_target, needs_own_adapters

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.hub.loopback_hub import LoopbackHub
 from tests.method_table import make_ddtree
 from tests.targets import make_target

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from hf_specdec.methods.dflash2 import DFlash2Drafter
 from hf_specdec.methods.dspark import DSparkDrafter
 from hf_specdec.methods.eagle import EagleDrafter
-from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
 from hf_specdec.methods.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.methods.medusa import MedusaDrafter
 from hf_specdec.methods.specblock import SpecBlockDrafter

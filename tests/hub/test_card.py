@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.hub.card import check_measurements, model_card
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.method_table import make_causal_lm, make_dflash, make_medusa
 
 MEASUREMENTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import transformers.utils.hub
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.targets import one_prompt
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.causal_lm.training import new_draft_model, take_vocabulary
 from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.methods.merged import MergedDrafter
 from hf_specdec.methods.specblock import SpecBlockDrafter
-from hf_specdec.training.causal_lm import new_draft_model, take_vocabulary
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
 from tests.method_table import (

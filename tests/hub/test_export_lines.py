@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.methods.dflash2 import DFlash2Drafter
 from hf_specdec.methods.dspark import DSparkDrafter
-from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
 from hf_specdec.methods.peagle import PEagleDrafter
 from tests.hub.layouts import LAYERS
 from tests.hub.test_export import DRAFTERS, MIXED, exported

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.hub.recognition import recognise
 from tests.hub.layouts import (
     CASES,

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from hf_specdec.methods.specbranch import SpecBranchDrafter
 from tests.hub.layouts import as_medusa, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.methods.dflash import DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
 from tests.hub.loopback_hub import LoopbackHub
 from tests.method_table import make_dflash, make_eagle3, make_medusa, make_specblock, make_specbound, make_specbranch
 

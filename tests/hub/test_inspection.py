@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import FAMILIES
 from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.hub.recognition import recognise
 from tests.hub.layouts import CASES, LAYERS, as_medusa, build, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub

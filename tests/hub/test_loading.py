@@ -21,8 +21,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafting.registry import named_alone
-from hf_specdec.methods.causal_lm import CausalLMDrafter
-from hf_specdec.methods.dflash import DFlashDrafter, DFlashOptions
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter, DFlashOptions
 from tests.hub.loopback_hub import LoopbackHub
 from tests.method_table import METHODS
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.hub.formats.muse import read
+from hf_specdec.methods.dflash.layouts import read_muse as read
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
 

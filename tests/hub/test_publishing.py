@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.hub.card import MARKER
 from hf_specdec.hub.custom_generate import CODE_FILE
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter
 from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.method_table import (

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter
 from hf_specdec.cli import main
-from hf_specdec.drafting.pretrained import PretrainedDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.lookup import NGramDrafter
 from tests.hub.layouts import CASES, DEFAULT_TAPS, LAYERS, as_medusa, as_safeailab, as_zlab, build, save
 from tests.hub.loopback_hub import LoopbackHub

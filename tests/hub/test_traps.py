@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.methods.dflash import DFlashDrafter
-from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
+from hf_specdec.methods.dflash.network import DFlashDrafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
 from tests.hub.layouts import CASES, LAYERS, TREE, Fields, rope
 from tests.targets import VOCAB, fresh_target
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafting.registry import WEIGHTLESS, register
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.causal_lm.training import new_draft_model
 from hf_specdec.methods.lookup import NGramDrafter
 from hf_specdec.serving import plan_serving
-from hf_specdec.training.causal_lm import new_draft_model
 from tests.hub.layouts import LAYERS, as_gemma4_assistant, save
 from tests.method_table import (
     make_causal_lm,
@@ -167,7 +167,7 @@ def test_mtp_is_told_to_vllm_where_the_target_has_such_a_layer(folder: Path) -> 
     test_mtp.make_target("glm4_moe", folder.parent / "glm")
     plan = plan_serving(str(folder.parent / "glm"), "mtp")
     assert plan.speculative == {"method": "mtp", "num_speculative_tokens": 1}
-    with pytest.raises(ValueError, match="target .* has no multi-token-prediction layer .* such as ngram"):
+    with pytest.raises(ValueError, match="target .* has no mtp layer .* such as ngram"):
         plan_serving(str(folder), "mtp")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_specdec.training.dspark import DSparkOptions
+from hf_specdec.methods.dspark import DSparkTrainOptions as DSparkOptions
 from hf_specdec.training.hrad import HRADOptions
 from hf_specdec.training.options import CommandOptions, TrainOptions, parse
 from hf_specdec.training.recipe import RECIPES

@@ -1,4 +1,5 @@
-"""Layouts of checkpoints: how their config fields and tensor names are converted to those of this library.
+"""What layouts of checkpoints are made of: how config fields and tensor names are converted to those of this library.
 
-`own.py` has the layouts of this library. `hub/recognition.py` finds the layout of a checkpoint.
+A published layout is with its method in `hf_specdec/methods/`; `speculators.py` and `deepspec.py` have what several
+methods' layouts share, `library.py` the layouts of this library. `hub/recognition.py` finds the layout of a checkpoint.
 """

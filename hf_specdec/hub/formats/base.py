@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen3Config
 
 from hf_specdec.hub.formats.keys import DECODER, Section
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 Config = dict[str, Any]
 
@@ -34,6 +32,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 # Rotary tables are computed from the config; some checkpoints store them too.
 ROTARY = r"rotary_emb\.inv_freq$"
+# Some speculators checkpoints still hold weights of the verifier.
+LEFT_OUT = re.compile(rf"{ROTARY}|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
 
 
 @dataclass(frozen=True)
@@ -231,3 +231,52 @@ def layer_list(fields: Config, key: str) -> list[int] | None:
     if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{key} is {layers!r}; it must be a list of layer numbers.")
     return layers
+
+
+def once(fields: Config, nested: Config, key: str) -> Any:
+    """The value of a key that may be at the top level or in `dflash_config`.
+
+    Raises:
+        ValueError: the key is in both, with different values.
+    """
+    top, inner = fields.get(key), nested.get(key)
+    if top is not None and inner is not None and top != inner:
+        raise ValueError(
+            f"{key} is {top!r} at the top level and {inner!r} in dflash_config; remove the one that the drafter was "
+            "not trained with."
+        )
+    return inner if top is None else top
+
+
+def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Checks the two vocabulary maps of a checkpoint.
+
+    `d2t` holds offsets: target id = draft id + d2t[draft id]. `t2d` is True at these target ids, which are ascending.
+
+    Args:
+        tensors: the tensors of the files, by their stored names.
+        name: the name of the drafter, for messages.
+
+    Raises:
+        ValueError: the two maps contradict each other.
+    """
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None or (t2d is not None and t2d.numel() == d2t.numel()):
+        return
+    if not d2t.any():
+        warnings.warn(
+            f"The vocabulary map d2t of {name!r} is all zeros, so its {d2t.numel()} draft ids are read as the target's "
+            "first ids. The map was probably lost when the drafter was saved: expect few accepted drafts.",
+            stacklevel=2,
+        )
+        return
+    if t2d is None:
+        return
+    offsets, marked = d2t.tolist(), t2d.nonzero().flatten().tolist()
+    if [index + offset for index, offset in enumerate(offsets)] != marked:
+        absolute = offsets == marked
+        why = "d2t holds target ids instead of offsets (target id minus draft id)" if absolute else "they differ"
+        raise ValueError(
+            f"The vocabulary maps d2t and t2d of {name!r} do not name the same target ids: {why}. Save the drafter "
+            "again with the maps it was trained with."
+        )

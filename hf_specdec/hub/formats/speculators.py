@@ -8,21 +8,20 @@ formats, sections 3.1, 3.2, 3.4, 10.2 and 10.3, and of 2026, section 1.6; vllm-p
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading
-from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS
-from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
-from hf_specdec.hub.formats.dspark import with_heads
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
-from hf_specdec.hub.formats.keys import TRANSFORMERS, Section, decoder
-
-# Of the training class.
-_DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-_EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+from hf_specdec.hub.formats.base import (
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Unsupported,
+    check_vocabulary_maps,
+    decoder_shape,
+    layer_list,
+)
+from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
 
 
 def speculators_type(fields: Config) -> str | None:
@@ -34,7 +33,8 @@ def speculators_type(fields: Config) -> str | None:
     )
 
 
-def _common(fields: Config) -> Config:
+def common(fields: Config) -> Config:
+    """Our fields for what the configs of all kinds have."""
     layer = fields.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError(f"transformer_layer_config is {layer!r}; it must be the config of the draft layers.")
@@ -45,210 +45,13 @@ def _common(fields: Config) -> Config:
     }
 
 
-def _taps(fields: Config, key: str) -> list[int] | None:
+def layers_of(fields: Config, key: str) -> list[int] | None:
     """The target layers whose outputs are read: the input of layer L is the output of layer L - 1."""
     states = layer_list(fields, key)
     return None if states is None else [index - 1 for index in states]
 
 
-def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of an EAGLE-3 drafter in the speculators layout."""
-    # All defaults are those of the training class; in vLLM a missing norm_before_residual is true.
-    ours = _common(fields) | {flag: bool(fields.get(flag, False)) for flag in _EAGLE3_FLAGS}
-    ours |= {
-        "target_layer_ids": _taps(fields, "eagle_aux_hidden_state_layer_ids"),
-        "target_hidden_size": fields.get("target_hidden_size"),
-    }
-    return eagle3_reading(ours, stored)
-
-
-def read_peagle(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of a P-EAGLE drafter in the speculators layout."""
-    return peagle_reading(read_eagle3(fields, stored), fields)
-
-
-def read_dflash(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of a DFlash drafter in the speculators layout."""
-    ours = _common(fields)
-    taps = _taps(fields, "aux_hidden_state_layer_ids")
-    if taps is None:
-        raise ValueError(
-            "aux_hidden_state_layer_ids is missing, so the target layers that the drafter reads are unknown; add them "
-            "(indices of output_hidden_states) to its config.json."
-        )
-    if fields.get("target_hidden_size") not in (None, ours["hidden_size"]):
-        raise ValueError(
-            f"target_hidden_size is {fields['target_hidden_size']!r} and hidden_size {ours['hidden_size']!r}: DFlash "
-            "drafters with another hidden size than their target are not supported."
-        )
-    causal = fields["transformer_layer_config"].get("is_causal")
-    if fields.get("sliding_window_non_causal"):
-        if causal:
-            raise ValueError(
-                "sliding_window_non_causal is true, and transformer_layer_config.is_causal too: remove the one that "
-                "the drafter was not trained with."
-            )
-        causal = False
-    if causal is not None:  # otherwise sliding layers are causal inside the block, and full layers are not
-        ours["is_causal"] = bool(causal)
-    block = {
-        "block_size": fields.get("block_size", 8),
-        "mask_token_id": fields.get("mask_token_id"),
-        "target_layer_ids": taps,
-        "sample_from_anchor": bool(fields.get("sample_from_anchor", False)),
-    }
-    return dflash_reading(ours, block, stored)
-
-
-def read_dspark(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of a DSpark drafter in the speculators layout."""
-    # Defaults of the class; engines have different ones for the slots (shared facts on formats of 2026, section 2.6).
-    given = {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"} | fields
-    reading = read_dflash(given, stored)
-    heads = {key: given[key] for key in DSPARK_HEADS if given.get(key) is not None}
-    block = {"projector_type": "dspark"} | reading.fields["dflash_config"] | heads
-    return with_heads(Reading(reading.fields | {"dflash_config": block}, reading.names), stored)
-
-
-def read_dflash2(fields: Config, stored: Headers | None) -> Reading:
-    """Converts fields and tensor names of a DFlash 2 drafter in the speculators layout."""
-    given = {"sliding_window_non_causal": True} | _DFLASH2_DEFAULTS | fields
-    reading = read_dflash(given, stored)
-    block = reading.fields["dflash_config"] | {key: given[key] for key in CONVOLUTIONS}
-    return Reading(reading.fields | {"dflash_config": block}, reading.names)
-
-
-def write_eagle3(fields: Config, target: Config) -> Config:
-    """The `config.json` for an `Eagle3Drafter` whose config has these fields.
-
-    Args:
-        fields: all fields of an `Eagle3Config`.
-        target: see `_envelope`.
-
-    Raises:
-        ValueError: the layout or vLLM does not support the value of a field.
-    """
-    if not fields["norm_before_head"]:
-        raise ValueError("norm_before_head is false, and in this layout there is always a norm before the head.")
-    taps = fields["target_layer_ids"]
-    if taps is None:
-        layers = target["num_layers"]
-        if layers is None:
-            raise ValueError(
-                "The drafter reads EAGLE-3's default target layers, which depend on the number of layers of the "
-                "target: pass num_target_layers."
-            )
-        taps = [1, layers // 2 - 1, layers - 4]
-    config = _envelope("eagle3", fields, target, "Eagle3DraftModel", speculative_tokens=5) | {
-        "draft_vocab_size": fields["draft_vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": _states(taps, target),
-    }
-    config |= {flag: fields[flag] for flag in _EAGLE3_FLAGS}
-    if fields["target_hidden_size"] != fields["hidden_size"]:
-        config["target_hidden_size"] = fields["target_hidden_size"]
-    for key in ("attention_bias", "mlp_bias"):
-        if fields["qk_norm"] and fields[key]:
-            # vLLM's Qwen3 layer, which has the norms, has no biases on o_proj and the MLP.
-            raise ValueError(f"{key} and qk_norm are both set, and vLLM has no draft layer with both.")
-    layer = _layer(fields, "qwen3" if fields["qk_norm"] else "llama") | {
-        "num_hidden_layers": fields["num_hidden_layers"]
-    }
-    if len(taps) != 3:
-        # vLLM uses this nested config as the draft model's, and its Llama class reads the number of taps only from this
-        # field; the default is three (vllm-project/vllm, llama_eagle3.py).
-        layer["num_aux_hidden_states"] = len(taps)
-    return config | {"transformer_layer_config": layer}
-
-
-def write_peagle(fields: Config, target: Config) -> Config:
-    """The `config.json` for a `PEagleDrafter` whose config has these fields; arguments as for `write_eagle3`."""
-    if fields["fc_norm"]:
-        raise ValueError("fc_norm is true, and vLLM does not read it for P-EAGLE drafters.")
-    tokens = fields["num_draft_tokens"]
-    envelope = _envelope("peagle", fields, target, "PEagleSpeculator", speculative_tokens=tokens)
-    return write_eagle3(fields, target) | envelope | {"mask_token_id": fields["mask_token_id"]}
-
-
-def write_dflash(fields: Config, target: Config) -> Config:
-    """The `config.json` for a `DFlashDrafter` whose config has these fields; arguments as for `write_eagle3`."""
-    return _block_config("dflash", "DFlashDraftModel", fields, target)
-
-
-def write_dflash2(fields: Config, target: Config) -> Config:
-    """The `config.json` for a `DFlash2Drafter` whose config has these fields; arguments as for `write_eagle3`."""
-    block = fields["dflash_config"]
-    for key in ("output_multiplier", "input_embedding_scale"):
-        if block.get(key, 1) != 1:
-            raise ValueError(f"{key} is {block[key]!r}, and this layout has no field for it.")
-    config = _block_config("dflash2", "DFlash2DraftModel", fields, target)
-    return config | {key: block[key] for key in CONVOLUTIONS}
-
-
-def write_dspark(fields: Config, target: Config) -> Config:
-    """The `config.json` for a `DSparkDrafter` whose config has these fields; arguments as for `write_eagle3`."""
-    block = fields["dflash_config"]
-    if not block.get("markov_rank") or block.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(
-            f"markov_rank is {block.get('markov_rank', 0)!r} and markov_head_type {block.get('markov_head_type')!r}, "
-            "and vLLM has vanilla Markov heads only."
-        )
-    config = _block_config("dspark", "DSparkDraftModel", fields, target)
-    return config | {key: block.get(key) or False for key in DSPARK_HEADS} | {"markov_head_type": "vanilla"}
-
-
-def _block_config(kind: str, architecture: str, fields: Config, target: Config) -> Config:
-    """The fields that the configs of DFlash, DFlash 2 and DSpark have in common; arguments as for `_envelope`."""
-    block, layers = fields["dflash_config"], fields["num_hidden_layers"]
-    if block.get("attention_sink_bias"):
-        raise ValueError("attention_sink_bias is set, and this layout has no attention sinks.")
-    if fields["vocab_size"] is None:
-        raise ValueError(
-            "vocab_size is None, and this layout needs the target's: set drafter.config.vocab_size to the number of "
-            "rows of the target's embedding first."
-        )
-    if fields.get("final_logit_softcapping") is not None:
-        raise ValueError("final_logit_softcapping is set, and this layout has no field for it.")
-    kinds = {(fields["windows"][layer], fields["causal"][layer]) for layer in range(layers)}
-    sliding = {causal for window, causal in kinds if window is not None}
-    if (None, True) in kinds or len(sliding) > 1 or len({window for window, _ in kinds} - {None}) > 1:
-        raise ValueError(
-            f"The draft layers have the kinds (window, causal inside the block) {sorted(kinds, key=str)}; in this "
-            "layout full layers are not causal, and all sliding layers are of one kind."
-        )
-    if len(kinds) > 1:
-        warnings.warn(
-            "The drafter has full and sliding draft layers: vLLM needs its V2 model runner for them"
-            + (
-                ", and will accept fewer drafts because of a wrong mask for full layers (vllm-project/vllm#56692)."
-                if True in sliding
-                else "."
-            ),
-            stacklevel=2,
-        )
-    anchored = bool(block.get("sample_from_anchor"))
-    if anchored and kind != "dspark":
-        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
-    config = _envelope(kind, fields, target, architecture, fields["block_size"] - (not anchored)) | {
-        "draft_vocab_size": block.get("draft_vocab_size", fields["vocab_size"]),
-        "block_size": fields["block_size"],
-        "mask_token_id": block["mask_token_id"],
-        "aux_hidden_state_layer_ids": _states(fields["target_layer_ids"], target),
-        "sample_from_anchor": anchored,
-        "sliding_window_non_causal": sliding == {False},
-    }
-    types = ["full_attention" if window is None else "sliding_attention" for window in fields["windows"]]
-    layer = _layer(fields, "qwen3") | {"num_hidden_layers": layers, "layer_types": types}
-    if sliding:
-        window = max(window for window in fields["windows"] if window is not None)
-        layer |= {"sliding_window": window, "use_sliding_window": True}
-    if True not in sliding:
-        # vLLM applies sliding_window_non_causal to full layers too (vllm-project/vllm#47745); since 0.28 this field of
-        # the draft model's config takes precedence.
-        layer["is_causal"] = False
-    return config | {"transformer_layer_config": layer}
-
-
-def _envelope(kind: str, fields: Config, target: Config, architecture: str, speculative_tokens: int) -> Config:
+def envelope(kind: str, fields: Config, target: Config, architecture: str, speculative_tokens: int) -> Config:
     """The fields of every speculators config, without the layer config.
 
     Args:
@@ -272,7 +75,8 @@ def _envelope(kind: str, fields: Config, target: Config, architecture: str, spec
     }
 
 
-def _layer(fields: Config, model_type: str) -> Config:
+def layer_config(fields: Config, model_type: str) -> Config:
+    """The nested config of the draft layers."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "rope_parameters",
@@ -286,7 +90,7 @@ def _layer(fields: Config, model_type: str) -> Config:
     return layer | {"rope_theta": fields["rope_parameters"]["rope_theta"]}
 
 
-def _states(taps: list[int], target: Config) -> list[int]:
+def states(taps: list[int], target: Config) -> list[int]:
     """Indices of hidden states for 0-based layers."""
     if target["num_layers"] is not None and max(taps) >= target["num_layers"] - 1:
         raise ValueError(
@@ -304,8 +108,6 @@ _DRAFTING = Section(
     },
     descriptive=True,
 )
-
-
 # Class attributes of the config class, which older versions of speculators wrote.
 _OF_THE_CLASS = (
     "attribute_map", "base_config_key", "base_model_ep_plan", "base_model_pp_plan", "base_model_tp_plan",
@@ -313,7 +115,7 @@ _OF_THE_CLASS = (
 )  # fmt: skip
 
 
-def _keys(*read: str, layer: Section) -> Section:
+def section(*read: str, layer: Section) -> Section:
     """The keys of a config with this layer config."""
     return Section(
         frozenset(("draft_vocab_size", "speculators_model_type", "target_hidden_size", *read)),
@@ -322,18 +124,20 @@ def _keys(*read: str, layer: Section) -> Section:
     )
 
 
-_DFLASH = (
-    "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal",
-)  # fmt: skip
-
-
 def is_kind(kind: str) -> Callable[[Config], bool]:
     """Recognises configs of drafters of this kind."""
     return lambda config: speculators_type(config) == kind
 
 
-SPECULATORS = {
-    family: Format(
+def speculators(
+    family: str,
+    name: str,
+    read: Callable[[Config, Headers | None], Reading],
+    write: Callable[[Config, Config], Config],
+    keys: Section,
+) -> Format:
+    """The layout of a family's drafters; `name` is the family's in messages."""
+    return Format(
         f"{name} (speculators)",
         family,
         read,
@@ -343,33 +147,11 @@ SPECULATORS = {
         write=write,
         rank=0,
     )
-    for family, name, read, write, keys in (
-        (
-            "eagle3", "EAGLE-3", read_eagle3, write_eagle3,
-            # The number of taps is the length of their list.
-            _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
-        ),
-        (
-            "peagle", "P-EAGLE", read_peagle, write_peagle,
-            _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
-        ),
-        ("dflash", "DFlash", read_dflash, write_dflash, _keys(*_DFLASH, layer=decoder("is_causal"))),
-        (
-            "dflash2", "DFlash 2", read_dflash2, write_dflash2,
-            _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal")),
-        ),
-        (
-            "dspark", "DSpark", read_dspark, write_dspark,
-            _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal")),
-        ),
-    )
-}  # fmt: skip
-SPECULATORS_EAGLE = Unsupported(
-    "speculators eagle", "a reader for EAGLE-1, whose drafters have no head", is_kind("eagle"), rank=0
-)
+
+
 OTHER_KIND = Unsupported(
     "speculators",
-    f"one of the kinds {', '.join(SPECULATORS)} in speculators_model_type",
+    "another kind in speculators_model_type",
     lambda config: speculators_type(config) is not None,
     rank=10,
 )

@@ -32,10 +32,10 @@ from hf_specdec.decoding.targets.modules import apply_head, num_tokens
 from hf_specdec.drafting.config import FeatureFields
 from hf_specdec.drafting.layers import DraftLayer, KeyValueStore
 from hf_specdec.drafting.options import TreeOptions
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.drafting.vocabulary import MappedVocabulary, check_draft_to_target
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.specblock.drafting import SpecBlockGenerator
 from hf_specdec.methods.specblock.quality import RANK_BOUNDS, report
 

@@ -29,11 +29,11 @@ from hf_specdec.decoding.targets.support import ignores_cache
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import AnnealedConfidenceLogitsProcessor, check_annealing
 from hf_specdec.drafting.options import PausingOptions, is_number
-from hf_specdec.drafting.pretrained import PretrainedDrafter
 from hf_specdec.drafting.registry import name_of
 from hf_specdec.drafting.shapes import check_shapes, way_out
 from hf_specdec.drafting.vocabulary import MappedVocabulary
 from hf_specdec.drafting.wrapped import unwrapped
+from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.specbound.calibration import Calibration, calibrate
 from hf_specdec.methods.specbound.drafting import EarlyExitGenerator, LayerSlices, check_slices
 

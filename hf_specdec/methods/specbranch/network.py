@@ -26,11 +26,10 @@ from hf_specdec.decoding.targets.modules import home_of
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.options import NOT_SAVED, PausingOptions, is_number
-from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.registry import name_of
+from hf_specdec.drafting.registry import is_hub_id, name_of
 from hf_specdec.drafting.wrapped import has_adapters, merged_adapters, unwrapped
-from hf_specdec.hub.card import is_hub_id
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.hub.pretrained import PretrainedDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.methods.specbranch.drafting import CONFIDENCE
 from hf_specdec.methods.specbranch.generator import SpecBranchGenerator
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.methods.causal_lm import CausalLMDrafter, acceptance_bound
+from hf_specdec.methods.causal_lm.drafting import acceptance_bound
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from tests.method_table import make_causal_lm, make_causal_lm_chain
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
 from tests.watched import Watched

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hf_specdec import load_drafter
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from tests.targets import fresh_target
 
 TEXT = {

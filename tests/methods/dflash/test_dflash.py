@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals, default_target_layer_ids
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
 from tests.method_table import make_ddtree, make_dflash
 from tests.targets import PROMPTS, make_target
 from tests.watched import Watched

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafting.growth import conditional_tree
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter
 from hf_specdec.methods.dflash2 import DFlash2Config, DFlash2Drafter
 from tests.method_table import dflash_config, make_dflash2
 from tests.targets import make_target

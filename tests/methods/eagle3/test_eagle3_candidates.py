@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.methods.eagle3 import Eagle3Drafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
 from tests.method_table import make_eagle3
 from tests.targets import PROMPTS, make_target
 

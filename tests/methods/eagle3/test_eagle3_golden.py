@@ -16,9 +16,10 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.tensors import describe
-from hf_specdec.methods.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Generator
+from hf_specdec.methods.eagle3.drafting import Eagle3Generator
+from hf_specdec.methods.eagle3.layouts import SAFEAILAB
+from hf_specdec.methods.eagle3.network import Eagle3Config, Eagle3Drafter
 from tests.test_golden import TOLERANCES, golden, metadata, part_of
 
 FILES = golden("eagle3_forward_*.safetensors")

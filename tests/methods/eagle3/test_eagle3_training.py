@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_specdec.methods.eagle3 import Eagle3Drafter, Eagle3Step, new_drafter
+from hf_specdec.methods.eagle3.network import Eagle3Drafter
+from hf_specdec.methods.eagle3.training import Eagle3Step, new_drafter
 from hf_specdec.training.trainer import DrafterTrainer
 from tests.targets import VOCAB, fresh_target
 from tests.training.test_losses import plain

@@ -34,9 +34,9 @@ from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import Source
-from hf_specdec.hub.formats import gemma4_assistant as layout
 from hf_specdec.hub.loading import make_blueprint
 from hf_specdec.integration import assisted_loop
+from hf_specdec.methods import gemma4_assistant as layout
 from hf_specdec.methods.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.methods.merged import MergedDrafter
 from tests.hub.layouts import as_gemma4_assistant, save
@@ -282,7 +282,7 @@ def test_fields_left_out_are_at_the_defaults_of_the_config_classes() -> None:
     ]
     for assistant_class, text_class in kinds:
         said = {"model_type": assistant_class.model_type, "text_config": {}, "use_ordered_embeddings": True}
-        reading, text = layout.read(said, None).fields, text_class()
+        reading, text = layout.read_assistant(said, None).fields, text_class()
         assistant = assistant_class(text_config=text_class(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0))
         for name in ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k"):
             assert reading[name] == getattr(assistant, name)

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.hub.formats.base import Reading
-from hf_specdec.hub.formats.eagle3 import peagle_reading
-from hf_specdec.methods.peagle import PEagleConfig, PEagleDrafter
+from hf_specdec.methods.peagle import PEagleConfig, PEagleDrafter, peagle_reading
 from tests.method_table import make_peagle
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched

@@ -1,13 +1,4 @@
-"""DFlash: a block-diffusion drafter that fills a whole block of masked slots in one forward, on the target's features.
-
-Each layer's queries come from the block only. Its keys and values come from the target's features of committed tokens
-(fused once, cached across rounds) and from the block. Embedding and head are the target's.
-
-The published z-lab layout of a checkpoint is read and written unchanged: the file has `model_type: "qwen3"` and
-DFlash's own fields under `dflash_config`; older files have a top-level `block_size`.
-
-Source: z-lab/dflash; shared facts on formats, sections 1 and 1.5.
-"""
+"""The network of DFlash: layers whose queries come from the block, and keys from the target's features too."""
 
 from __future__ import annotations
 
@@ -20,54 +11,26 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.attention import attend
-from hf_specdec.decoding.targets.masks import additive
-from hf_specdec.decoding.targets.modules import apply_head, core_of, has_plain_weight, home_of, num_tokens
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.targets.modules import apply_head, home_of, num_tokens
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import (
     NeverProposedLogitsProcessor,
     SoftCapLogitsProcessor,
     TargetVocabularyLogitsProcessor,
 )
-from hf_specdec.drafting.drafter import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafting.layers import HeadProjections
 from hf_specdec.drafting.options import TreeOptions
-from hf_specdec.drafting.pretrained import PretrainedDrafter
-from hf_specdec.drafting.reader import CommittedReader, NewTokens
-from hf_specdec.drafting.registry import (
-    MARGINAL_METHODS,
-    Serving,
-    name_of,
-    register,
-    register_marginal_method,
-)
+from hf_specdec.drafting.registry import MARGINAL_METHODS, name_of
 from hf_specdec.drafting.shapes import check_shapes, way_out
-from hf_specdec.drafting.vocabulary import (
-    CachedRows,
-    MappedVocabulary,
-    draftable_rows,
-    head_of_rows,
-    known_ids,
-)
-from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
-from hf_specdec.hub.formats.muse import MUSE
-from hf_specdec.hub.formats.speculators import SPECULATORS
-from hf_specdec.hub.formats.zlab import LAGUNA, ZLAB
-
-__all__ = ["BLOCK_SERVING", "DFlashConfig", "DFlashDrafter", "DFlashOptions"]
+from hf_specdec.drafting.vocabulary import CachedRows, MappedVocabulary, draftable_rows, head_of_rows, known_ids
+from hf_specdec.hub.pretrained import PretrainedDrafter
+from hf_specdec.methods.dflash.drafting import DFlashMarginals
 
 
 def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
@@ -291,25 +254,6 @@ class DFlashOptions(TreeOptions):
             )
 
 
-def block_embeddings(model: PreTrainedModel) -> nn.Module:
-    """The embedding of block tokens, for drafters that share the target's.
-
-    This is the target's own embedding, with its scale (Gemma) but without a norm after the table (Muse Glimmer's
-    `embed_norm`): all DFlash drafters of that target were trained on the table itself.
-    """
-    embeddings = model.get_input_embeddings()
-    core: Any = core_of(embeddings)
-    if not hasattr(core, "embed_norm"):
-        return embeddings
-    if not has_plain_weight(core):
-        raise ValueError(
-            f"The drafter reads the table of {type(core).__name__} in target {type(model).__name__} without its "
-            "norm, but that table is offloaded or quantised. Keep the target's embeddings in memory in a "
-            "floating-point type."
-        )
-    return nn.Embedding.from_pretrained(core.weight.detach())  # shares the memory
-
-
 class DFlashAttention(HeadProjections):
     """Attention of block slots over [cached context ; new context ; block]."""
 
@@ -517,125 +461,3 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
                 f"Drafter {name_of(self)!r} uses mask_token_id {config.mask_token_id}, but target {name_of(model)!r} "
                 f"has only {shared} embeddings. {way_out(self)}"
             )
-
-
-class DFlashMarginals(CommittedReader, BlockMarginals):
-    """Per-position logits of one block per round, or the states of its slots.
-
-    One forward reads the features of the tokens committed since the last round and drafts; the keys and values of the
-    block are dropped.
-
-    Args:
-        drafter: with its options.
-        target: of the call.
-        states: whether a round gives the states of all slots instead of logits; see `DFlashDrafter.forward`.
-    """
-
-    def __init__(self, drafter: DFlashDrafter, target: TargetModel, *, states: bool = False) -> None:
-        own = drafter.config
-        self.block_size = drafter.num_slots
-        self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
-        self.lm_head = drafter.head(target.model.get_output_embeddings())
-        self.states = states
-        # Attributes of a config are slow to read, too slow for every round.
-        self.mask_token_id = own.mask_token_id
-        self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
-        self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
-        super().__init__(
-            drafter,
-            target,
-            (own.num_hidden_layers, own.num_key_value_heads, own.head_dim, None, None),
-            borrowed=(self.embed_tokens, self.lm_head),
-            most=self.block_size,
-            room=self.block_size,
-            compile_mode=drafter.options.compile_mode,
-        )
-
-    @in_inference_mode  # cheaper than no_grad; only our own cache outlives the round
-    def marginals(self, context: DraftContext) -> Tensor:
-        roots = context.root_ids, context.root_positions.to(self.device)
-        return self.read(_block, *roots, key=(self.block_size, self.states), room=self.room)[0]
-
-    def masks(self, new: NewTokens, slots: Tensor) -> list[Tensor | None] | None:
-        """Per layer None, or additive [batch, 1, block, at + new + block]."""
-        if new.even and self.sees_everything:
-            return None
-        device, lengths, counts = slots.device, new.lengths, new.counts
-        cached, fresh = torch.arange(new.at, device=device), torch.arange(new.token_ids.shape[1], device=device)
-        ahead = slots.unsqueeze(1) - slots
-        # Distance of a slot from the first new token of its row.
-        distance = counts.unsqueeze(1) + slots
-        masks: dict[Any, Tensor] = {}
-        for window, causal in set(self.layer_kinds):
-            earlier = (cached < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
-            own = (fresh < counts.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
-            block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-            if window is not None:
-                earlier = earlier & (cached > (lengths.unsqueeze(1) + distance - window).unsqueeze(-1))
-                own = own & (distance.unsqueeze(-1) - fresh < window)
-                block = block & (ahead.abs() < window)
-            seen = torch.cat([earlier, own, block.expand(len(lengths), -1, -1)], dim=-1)
-            masks[window, causal] = additive(seen, self.dtype)
-        return [masks[kind] for kind in self.layer_kinds]
-
-
-def _block(reader: DFlashMarginals, new: NewTokens, root_ids: Tensor, root_positions: Tensor) -> tuple[Tensor]:
-    """The forward of a round; `root_ids` and `root_positions` are [batch] int64."""
-    slots = torch.arange(reader.block_size, device=root_positions.device)
-    output = reader.drafter(
-        torch.constant_pad_nd(root_ids.unsqueeze(1), (0, reader.block_size - 1), reader.mask_token_id),
-        new.features,
-        torch.cat([new.position_ids, root_positions.unsqueeze(1) + slots], dim=1),
-        embed_tokens=reader.embed_tokens,
-        masks=reader.masks(new, slots),
-        cache=reader.cache,
-        lm_head=None if reader.states else reader.lm_head,
-    )
-    return (output,)
-
-
-class ChainGenerator(MarginalsGenerator):
-    """The drafter's likeliest token at every position, as one chain: DFlash as published."""
-
-    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
-        best, token_ids = logits.max(-1)
-        # The maximum is NaN or inf if any logit is; it is -inf if all are, and then nothing is drafted.
-        finite = best.isfinite().all(-1)
-        root_ids = context.root_ids.to(token_ids.device).unsqueeze(1)
-        return DraftTree.chain(torch.cat([root_ids, token_ids], 1), finite=finite)
-
-
-def _fields(drafter: DFlashDrafter) -> dict[str, Any]:
-    """The config's fields, with the window and causality of each layer, which follow from several fields."""
-    config = drafter.config
-    layers = range(config.num_hidden_layers)
-    return config.to_dict() | {
-        "block_size": config.block_size,
-        "target_layer_ids": config.target_layer_ids,
-        "windows": [config.window(layer) for layer in layers],
-        "causal": [config.block_is_causal(layer) for layer in layers],
-    }
-
-
-def _head_ids(drafter: DFlashDrafter) -> Tensor | None:
-    """VLLM would apply the target's whole head, and use its first rows as those of the draft vocabulary."""
-    return drafter.target_ids if drafter.config.maps_vocabulary and not drafter.config.own_head else None
-
-
-# Of this method and those that draft blocks with its network.
-BLOCK_SERVING = Serving(
-    "dflash",
-    tokens=lambda drafter: drafter.config.block_size - drafter.config.first_slot,
-    # Earlier versions mask full layers causally (vllm-project/vllm#47745, #52816).
-    since=((0, 28), "masks the layers of {method} drafters wrongly and accepts few drafts"),
-    fields=_fields,
-    head_ids=_head_ids,
-)
-register(
-    "dflash",
-    DFlashDrafter,
-    layouts=(ZLAB, DEEPSPEC_DFLASH, MUSE, SPECULATORS["dflash"]),
-    not_read=(LAGUNA,),
-    serving=BLOCK_SERVING,
-)
-register_marginal_method("dflash", lambda source, options: ChainGenerator(source))

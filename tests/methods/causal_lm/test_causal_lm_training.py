@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import load_drafter
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.drafting.draft_model import with_whole_vocabulary
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
+from hf_specdec.methods.causal_lm.training import DistillationStep, new_draft_model, take_vocabulary
 from hf_specdec.methods.specbranch import SpecBranchDrafter
-from hf_specdec.training.causal_lm import DistillationStep, new_draft_model, take_vocabulary
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
 from tests.laws import assert_follows
 from tests.targets import PROMPTS, VOCAB, fresh_target, make_target

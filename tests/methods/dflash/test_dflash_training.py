@@ -8,8 +8,8 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.methods.dflash import DFlashDrafter
-from hf_specdec.training.dflash import (
+from hf_specdec.methods.dflash.network import DFlashDrafter
+from hf_specdec.methods.dflash.training import (
     DFlashStep,
     block_hidden,
     block_masks,

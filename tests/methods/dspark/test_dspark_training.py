@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.training.dflash import block_hidden, choose_anchors
-from hf_specdec.training.dspark import DSparkStep, new_drafter
+from hf_specdec.methods.dflash.training import block_hidden, choose_anchors
+from hf_specdec.methods.dspark import DSparkStep
+from hf_specdec.methods.dspark import new_dspark_drafter as new_drafter
 from tests.method_table import make_dspark
+from tests.methods.dflash.test_dflash_training import batch_of, random_ids
 from tests.methods.dspark.test_dspark import path_logprob
 from tests.targets import fresh_target, one_prompt
-from tests.training.test_dflash import batch_of, random_ids
 
 HEADS = ("vanilla", "gated", "rnn")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from hf_specdec.visualize.curves import curves_svg
+curves_svg = runpy.run_path(str(Path(__file__).parents[1] / "examples/curves.py"))["curves_svg"]
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,8 +4,8 @@ A block is what the drafter sees at inference: the anchor (there the root) in sl
 the target's features of the positions before the anchor as context. Slot k drafts the token k positions after the
 anchor, or k + 1 if the anchor's own slot drafts.
 The blocks of a row share its context and are concatenated; an attention mask separates them.
-Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
-`hf_specdec/methods/dflash.py`, the losses in `losses.py`, the target's side in `features.py`.
+Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The losses are in
+`hf_specdec/training/losses.py`, the target's side in `features.py` there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from transformers.hf_argparser import HfArg
 from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.draft_logits import NeverProposedLogitsProcessor
 from hf_specdec.drafting.vocabulary import draft_ids_of
-from hf_specdec.methods.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
+from hf_specdec.methods.dflash.drafting import block_embeddings
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
-from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.recipe import ShapeOptions, decoder_shape
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
@@ -66,7 +67,7 @@ class DFlashStep(TrainingStep):
                 f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has {', '.join(other)} in its "
                 "dflash_config, but this step trains drafters with the target's embeddings and head, as in z-lab's "
                 "layout. Train it with the code that it was made with, or train a new drafter, see "
-                "hf_specdec.training.dflash.new_drafter."
+                "hf_specdec.methods.dflash.training.new_drafter."
             )
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors} must be at least 1.")
@@ -363,7 +364,7 @@ def default_mask_token(
 
 
 @dataclass(kw_only=True)
-class DFlashOptions(ShapeOptions):
+class DFlashTrainOptions(ShapeOptions):
     """Options of drafters that fill a block."""
 
     layers: Count = HfArg(default=2, help="decoder layers of the drafter")
@@ -376,7 +377,7 @@ class DFlashOptions(ShapeOptions):
 
 
 def prepare(
-    options: DFlashOptions,
+    options: DFlashTrainOptions,
     target: PreTrainedModel,
     source: Source,
     *,
@@ -412,19 +413,7 @@ def prepare(
     return drafter, step(drafter, target, num_anchors=options.anchors, loss=options.loss, gamma=options.gamma or None)
 
 
-def read_rows(options: DFlashOptions, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def read_rows(options: DFlashTrainOptions, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
     """Sets the drafter's vocabulary from the rows."""
     if drafter.config.maps_vocabulary:
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
-
-
-register_recipe(
-    Recipe(
-        "dflash",
-        DFlashOptions,
-        prepare,
-        read_rows=read_rows,
-        eval_batch_size=32,
-        further=lambda drafter, target: DFlashStep(drafter, target, loss="kl"),
-    )
-)

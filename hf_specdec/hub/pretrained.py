@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
 from hf_specdec.drafting.registry import name_of
+from hf_specdec.drafting.targets import check_numbers
 from hf_specdec.drafting.wrapped import merged_adapters
 from hf_specdec.hub.publishing import PublishedDrafter
 
@@ -212,27 +213,3 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
-
-
-def check_numbers(model: nn.Module, name: str) -> None:
-    """Raises ValueError if a model's parameters or buffers contain NaN."""
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.amax().isnan():
-            raise ValueError(
-                f"{key} of {name!r} contains NaN, so no tokens can be drafted. The checkpoint is damaged, or its "
-                "training failed: copy or download it again, or use another drafter."
-            )
-
-
-def loading_differences(info: dict[str, Any]) -> str:
-    """The weights that differ from the network's, as text from transformers' loading info; empty if there are none."""
-    shapes = {
-        f"{name} {list(stored)} in the files and {list(described)} by the config"
-        for name, stored, described in info["mismatched_keys"]
-    }
-    parts = []
-    kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": shapes}
-    for kind, weights in kinds.items():
-        if names := sorted(weights):
-            parts.append(f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
-    return "; ".join(parts)

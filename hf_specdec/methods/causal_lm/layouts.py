@@ -59,11 +59,21 @@ def _ranges(numbers: set[int]) -> str:
     return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
+def is_language_model(config: Config) -> bool:
+    """Whether the class in a `config.json` has the name of a language model of transformers, or contains one."""
+    names = config.get("architectures") or ()
+    named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in names)
+    contains = "text_config" in config and any(name.endswith("ForConditionalGeneration") for name in names)
+    return (named or contains) and "model_type" in config
+
+
 LANGUAGE_MODEL = Format(
     "causal_lm",
     "causal_lm",
     as_it_is,
     problems=problems,
+    recognises=is_language_model,
+    rank=1000,
     refused={
         "adapter_config.json": "a PEFT adapter, which is not loaded; merge it into its model with merge_and_unload()"
     },

@@ -2,8 +2,7 @@
 
 It starts as evenly spaced layers of the target with the target's embedding, norm and head, and learns the target's
 distribution of the next token in what the target wrote. With a draft vocabulary, embedding and head have only the rows
-of those tokens; any other token is read as the last row. The drafter is in
-`hf_specdec/methods/causal_lm.py`; SpecBranch uses the same model.
+of those tokens; any other token is read as the last row. SpecBranch uses the same model.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from hf_specdec.decoding.targets.support import check_supported
 from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.targets.trial import check_trees
 from hf_specdec.drafting.draft_model import DraftVocabulary, target_ids_of
-from hf_specdec.methods.causal_lm import CausalLMDrafter
+from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Rows, Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
@@ -155,8 +153,3 @@ def _finish(model: PreTrainedModel, target: PreTrainedModel, held_out: Rows) -> 
     model.config.use_cache = True  # transformers.Trainer disables it
     if model.generation_config is not None:
         model.generation_config.use_cache = True
-
-
-register_recipe(
-    Recipe("causal_lm", DraftModelOptions, _prepare, read_rows=_read_rows, finish=_finish, as_drafter=CausalLMDrafter)
-)
