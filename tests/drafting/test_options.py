@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -178,5 +179,5 @@ def test_options_that_could_not_be_loaded_are_not_saved(target: PreTrainedModel,
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_is_documented(method: str, target: PreTrainedModel) -> None:
     kind = type(METHODS[method](target).options)
-    text = "".join(str(each.__doc__) for each in kind.mro())
-    assert [field.name for field in fields(kind) if f"        {field.name}: " not in text] == []
+    text = "\n".join(inspect.cleandoc(str(each.__doc__)) for each in kind.mro())
+    assert [field.name for field in fields(kind) if f"\n    {field.name}: " not in text] == []
