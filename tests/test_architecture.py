@@ -29,9 +29,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each part imports those before it; the applications, which are not listed, import all of them.
 ORDER = ("decoding", "drafting", "formats", "recipes", "files", "methods", "hub", "training", "adaptation")
 # Of hf_specdec.training, what the recipe of a method is made of.
-RECIPES = {"features", "losses", "options", "passes", "progress", "recipe", "source", "step", "vocabulary"}
+RECIPES = {"features", "losses", "options", "passes", "recipe", "source", "step", "vocabulary"}
 READERS = {"files", "tensors"}  # of hf_specdec.hub, what reads files for whoever asks
-LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
+LEAVES = ("unsafe_keys", "version", "chat_template", "progress")  # modules that anything may import
 # Arrows upwards that are left: saving and publishing are functions of a drafter.
 UPWARDS = {
     "drafting/pairing.py": {"hf_specdec.hub.card"},
