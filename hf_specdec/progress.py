@@ -56,6 +56,11 @@ class Progress(tqdm):
         print(self, file=self.fp, flush=True)
         return False
 
+    def clear(self, nolock: bool = False) -> None:
+        """Makes room for the line of another: only a terminal needs it."""
+        if self.terminal:
+            super().clear(nolock)
+
     def close(self) -> None:
         self.closed.set()
         super().close()

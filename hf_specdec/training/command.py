@@ -47,7 +47,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_specdec
-from hf_specdec import progress
 from hf_specdec.drafting.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.card import TRAINING_FILE, read_record
@@ -329,8 +328,7 @@ def _trainer(
         callbacks=[schedule],
     )
     trainer.remove_callback(ProgressCallback)
-    if not progress.quiet:
-        trainer.add_callback(StepsProgress)
+    trainer.add_callback(StepsProgress)
     return trainer, schedule
 
 
