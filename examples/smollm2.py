@@ -12,6 +12,7 @@ were not quantised to 4 bits.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import subprocess
 import sys
@@ -98,4 +99,5 @@ def _convert(gguf: Path, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(model_folder())

@@ -15,10 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from datasets import Dataset
 from smollm2 import model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from hf_specdec import attach, load_drafter
 
@@ -38,6 +36,9 @@ def short(completions: list[list[dict[str, str]]], **others: object) -> list[flo
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    from datasets import Dataset  # after the options: --help needs neither
+    from trl import GRPOConfig, GRPOTrainer
+
     for drafted in (False, True):
         model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(model_folder())

@@ -23,12 +23,14 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from hf_specdec import progress
 from hf_specdec.version import __version__
 
 ASSISTANT = "SmolLM2-135M-Instruct"
@@ -50,11 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         than lossless (`bench` returns 2); 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not sys.stderr.isatty():  # before transformers is imported, which asks huggingface_hub
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    progress.quiet, verbose = "--quiet" in own, "--verbose" in own
+    arguments = [each for each in own if each not in ("--quiet", "--verbose")] + arguments[len(own) :]
+    if progress.quiet or not sys.stderr.isatty():  # before transformers is imported, which asks huggingface_hub
         disable_progress_bars()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # escapes what a locale such as C cannot print
     try:
+        if verbose:
+            importlib.import_module("transformers").logging.set_verbosity_info()
         status = _run(arguments) or 0
         sys.stdout.flush()  # an error at the interpreter's exit could not be reported
         return status
@@ -63,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, ValueError, ImportError) as error:  # the user can fix these: one line, no traceback
+        if verbose:
+            traceback.print_exc()
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
     except (RuntimeError, MemoryError) as error:
@@ -106,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-specdec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
+    # For `--help`: `main` takes them out, wherever they stand.
+    parser.add_argument("--quiet", action="store_true", help="no progress, and no statistics of a call")
+    parser.add_argument("--verbose", action="store_true", help="transformers' messages, and the traceback of an error")
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(name: str, text: str, call: str) -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ import os
 import runpy
 import shlex
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from hf_specdec import progress
 from hf_specdec.chat import Conversation, converse
 from hf_specdec.chat_template import uses_template
 from hf_specdec.drafting.drafter import Drafter
@@ -125,14 +127,14 @@ def verify(arguments: argparse.Namespace) -> int:
     _check_names(arguments)
     model = _load_target(arguments)
     drafter = _load(arguments, model)
-    report = verify_lossless(
-        model,
-        drafter,
-        arguments.prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        max_time_s=arguments.max_time,
-        verbose=not arguments.json,
-    )
+    with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        report = verify_lossless(
+            model,
+            drafter,
+            arguments.prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            max_time_s=arguments.max_time,
+        )
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     return 0 if report else 1
@@ -170,19 +172,18 @@ def generate(arguments: argparse.Namespace) -> None:
         new = output[0, inputs["input_ids"].shape[1] :].tolist()
         _print_json([_result(prompts[0], tokenizer.decode(new), len(new), drafter)])
         return
-    num_tokens = output.shape[1] - inputs["input_ids"].shape[1]
-    print(drafter.stats, _speed(num_tokens, drafter), sep="\n", file=sys.stderr)
+    _print_statistics(output.shape[1] - inputs["input_ids"].shape[1], drafter)
 
 
-def _speed(num_tokens: int, drafter: Drafter) -> str:
-    """The speed of the last call, in a line; the first call of a process is slower than later ones."""
+def _print_statistics(num_tokens: int, drafter: Drafter) -> None:
+    """Those of the last call, and its speed in a line; the first call of a process is slower than later ones."""
+    if progress.quiet:
+        return
     stats = drafter.stats
     assert stats is not None, "a call leaves its statistics"
     rate = num_tokens / stats.total_time_s if stats.total_time_s else 0.0
-    return (
-        f"{num_tokens} tokens in {stats.total_time_s:.2f} s, {rate:.1f} tokens/s, mean acceptance length "
-        f"{stats.mean_acceptance_length:.2f}"
-    )
+    speed = f"{num_tokens} tokens in {stats.total_time_s:.2f} s, {rate:.1f} tokens/s"
+    print(f"{stats}\n{speed}, mean acceptance length {stats.mean_acceptance_length:.2f}", file=sys.stderr)
 
 
 def _result(prompt: str, text: str, num_tokens: int, drafter: Drafter) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -
             results.append(_result(prompt, answer.text, answer.num_tokens, drafter))
         else:
             print(flush=True)
-            print(drafter.stats, _speed(answer.num_tokens, drafter), sep="\n", file=sys.stderr)
+            _print_statistics(answer.num_tokens, drafter)
         if answer.interrupted:
             raise KeyboardInterrupt
     if arguments.json:

@@ -1,6 +1,6 @@
 """The model `hf-specdec` of EleutherAI's evaluation harness: its model `hf`, with a drafter attached.
 
-The harness has no place where others announce models, so this module starts it:
+The harness, up to 0.4.13, has no place where packages announce models, so this module starts it:
 
     python -m hf_specdec.lm_eval --model hf-specdec --model_args pretrained=<target>,drafter=<drafter> --tasks gsm8k
 

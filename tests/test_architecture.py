@@ -29,10 +29,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each part imports those before it; the applications, which are not listed, import all of them.
 ORDER = ("decoding", "drafting", "formats", "recipes", "files", "methods", "hub", "training", "adaptation")
 # Of hf_specdec.training, what the recipe of a method is made of.
-RECIPES = {"features", "losses", "options", "passes", "progress", "recipe", "source", "step", "vocabulary"}
+RECIPES = {"features", "losses", "options", "passes", "recipe", "source", "step", "vocabulary"}
 # Of hf_specdec.hub: what reads files for whoever asks, and what makes a drafter one that is saved and published.
 READERS = {"card", "custom_generate", "files", "pretrained", "publishing", "saving", "target_files", "tensors"}
-LEAVES = ("unsafe_keys", "version", "chat_template")  # modules that anything may import
+LEAVES = ("unsafe_keys", "version", "chat_template", "progress")  # modules that anything may import
 METHOD_NAMES = {method.name for method in registry._BY_CLASS.values()}  # before tests register others
 # The files that register a method: its own file, or the `__init__.py` of its folder.
 METHOD_FILES = [

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, logging
 
 import hf_specdec
 from hf_specdec import Trace, cli, load_drafter
@@ -92,9 +92,31 @@ def test_generate_and_verify_print_json(
     assert (result["text"], result["num_tokens"]) == (tiny_tokenizer().decode(plain), len(plain))
     assert result["stats"]["mean_acceptance_length"] >= 1
     assert main(["verify", str(tmp_path / "target"), str(drafter), *more]) == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
     assert report["lossless"] is True
     assert report["differences"] == {}
+    assert "verify, at most 1 min:   0%|" in printed.err
+    assert "\nLOSSLESS: " in printed.err
+
+
+def test_quiet_leaves_out_progress_and_statistics_and_verbose_adds_tracebacks(
+    target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--max-new-tokens", "6", "--device", "cpu", "--prompt", "hello"]
+    for command, words in (("generate", "tokens/s"), ("verify", "verify, at most 1 min")):
+        assert main([command, "--quiet", str(tmp_path / "target"), str(drafter), *more]) == 0
+        quiet = capsys.readouterr()
+        assert main([command, str(tmp_path / "target"), str(drafter), *more]) == 0
+        usual = capsys.readouterr()
+        assert (words in quiet.err, words in usual.err) == (False, True)
+        assert quiet.out.splitlines()[0] == usual.out.splitlines()[0]
+    for options, shown in (([], False), (["--verbose"], True)):
+        assert main(["inspect", str(tmp_path / "nothing"), *options]) == 1
+        error = capsys.readouterr().err
+        assert error.splitlines()[-1].startswith("hf-specdec: ")
+        assert ("Traceback" in error) == shown
+    logging.set_verbosity_warning()
 
 
 def test_version_is_printed_by_the_package_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import zipfile
 from pathlib import Path
@@ -50,3 +51,13 @@ def test_what_was_converted_once_is_used_again(tmp_path):
     folder = tmp_path / "hf_specdec" / "models" / "SmolLM2-135M-Instruct" / "float32"
     folder.mkdir(parents=True)
     assert smollm2.model_folder(assets_folder=tmp_path) == folder
+
+
+@pytest.mark.parametrize("script", ["smollm2.py", "trl_rollouts.py"])
+def test_help_describes_a_script_and_runs_nothing(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(Path(smollm2.__file__).with_name(script)), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {script} [-h]\n")

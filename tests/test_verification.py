@@ -18,9 +18,17 @@ from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.methods.lookup import NGramDrafter
+from hf_specdec.methods.merged import MergedDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.precision import Raised
-from hf_specdec.verification.replay import FrozenRound, TreeReplay, acceptance_p_values, drawn_p_value
+from hf_specdec.verification.replay import (
+    FrozenRound,
+    Prompt,
+    TreeReplay,
+    acceptance_p_values,
+    drawn_p_value,
+    plain_logits,
+)
 from tests.faults import FAULTS, SOUND, Relaxed, Warmer, drafting_best_last, drafting_likeliest, seeing_siblings
 from tests.method_table import METHODS
 from tests.scripted import StubDrafter
@@ -339,6 +347,46 @@ def test_masked_tokens_do_not_make_every_difference_a_near_tie(target: PreTraine
     assert report.lossless
     assert max(replay.rounding for replay in report.replays) < 1e-3
     assert all(replay.bound < 1e-3 for replay in report.replays)
+
+
+def test_texts_are_messages_where_the_drafter_was_trained_on_chats(target: PreTrainedModel) -> None:
+    drafter, tokenizer = METHODS["ddtree"](target), tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}u{{ m['content'] }}{% endfor %}a"
+    given: dict[str, Any] = {"max_new_tokens": 8, "max_time_s": 0.0, "verbose": False}
+    for record, text in (({"chat_template": True}, "uhelloa"), ({"chat_template": False}, "hello"), (None, "hello")):
+        drafter.training_record = record
+        report = verify_lossless(target, drafter, ["hello"], tokenizer=tokenizer, **given)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        plain = verify_lossless(target, drafter, [ids], **given)
+        assert report.mean_acceptance_length == plain.mean_acceptance_length
+        assert [tree.num_nodes for tree in report.replays] == [tree.num_nodes for tree in plain.replays]
+        merged = verify_lossless(
+            target, MergedDrafter(drafter, NGramDrafter()), ["hello"], tokenizer=tokenizer, **given
+        )
+        for each in (report, merged):
+            assert each.chat == (text != "hello") == ("1 prompts in the chat template" in str(each))
+
+
+def test_without_time_one_text_and_one_tree_are_checked(target: PreTrainedModel) -> None:
+    prompts = [PROMPT, PROMPT.flip(1)]
+    report = verify_lossless(target, METHODS["ddtree"](target), prompts, max_time_s=0.0, verbose=False)
+    assert (report.num_prompts, len(report.replays)) == (1, 1)
+    assert report.lossless
+    assert not report.left_out
+
+
+def test_of_a_tree_with_many_leaves_some_paths_of_all_lengths_are_compared(target: PreTrainedModel) -> None:
+    whole = DraftTree.from_parents(
+        torch.arange(1, 45).unsqueeze(0), torch.tensor([[-1, *range(20), *[0] * 23]]), max_depth=20
+    )
+    with torch.no_grad():
+        logits = torch.zeros(44, target.config.vocab_size)
+        nodes, plain = plain_logits(target, FrozenRound(torch.tensor([5, 9, 1]), whole, logits), Prompt(PROMPT))
+    assert set(range(21)) < set(nodes)  # the deepest path
+    assert 21 + 7 < len(nodes) <= 21 + 15
+    text = torch.tensor([[5, 9, *whole.token_ids[0, [0, nodes[-1]]]]])
+    with torch.no_grad():
+        torch.testing.assert_close(plain[-1], target(text).logits[0, -1])
 
 
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:

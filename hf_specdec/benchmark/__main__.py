@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_specdec import progress
 from hf_specdec.benchmark import records
 from hf_specdec.benchmark.compare import benchmark, write_reports
 from hf_specdec.benchmark.prompts import NAMED_SETS
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if source is None:
             folder = folder or Path("benchmark")
             made = benchmark(**arguments, output=folder, command=shlex.join(["hf-specdec", "bench", *given]))
-            if not as_json:
+            if not as_json and not progress.quiet:
                 print(markdown(made), file=sys.stderr)
         else:
             folder = folder or source.parent

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 import hf_specdec
@@ -33,6 +32,7 @@ from hf_specdec.drafting.targets import target_tokenizer
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import placed_target
 from hf_specdec.hub.saving import check_writable, going_on
+from hf_specdec.progress import Progress
 
 PART = "report.part.jsonl"  # of a run that is in progress or was stopped
 
@@ -219,10 +219,11 @@ def _measured(
     """The records of all calls, and the drafters' own tables."""
     # generate repeats warnings about its settings in every call; here there are thousands of calls.
     transformers.logging.set_verbosity_error()
-    made = run(model, tokenizer, compared, rendered, settings)
-    yield from tqdm(made, total=_num_calls(settings, compared, len(rendered)), leave=False, disable=None)
-    inputs = [tokenise(tokenizer, [text], chat=settings.chat).to(model.device) for text, _ in rendered]
-    yield from tables([variant for variant in compared if variant.swept_from is None], model, inputs)
+    with Progress("bench", _num_calls(settings, compared, len(rendered)), unit="calls") as progress:
+        yield from run(model, tokenizer, compared, rendered, settings, progress)
+        progress.set_description("bench, tables of the drafters")
+        inputs = [tokenise(tokenizer, [text], chat=settings.chat).to(model.device) for text, _ in rendered]
+        yield from tables([variant for variant in compared if variant.swept_from is None], model, inputs)
 
 
 def _prompts(prompts: str | Sequence[str] | None, limit: int, target: str, bundled: bool) -> tuple[list[Prompt], str]:
@@ -248,13 +249,14 @@ def _load_target(
 
 
 def _num_calls(settings: Settings, compared: Sequence[Variant], num_prompts: int) -> int:
+    """One call of each variant before the measurement, too."""
     own = sum(variant.swept_from is None for variant in compared)
     swept = len(compared) - own
     calls = 0
     for size in settings.batch_sizes:
         batches = num_prompts // size
         in_sweep = min(batches, -(-settings.sweep_prompts // size))
-        calls += settings.repeats * (batches * own * len(settings.temperatures) + in_sweep * swept)
+        calls += len(compared) + settings.repeats * (batches * own * len(settings.temperatures) + in_sweep * swept)
     return calls
 
 

@@ -17,6 +17,7 @@ from hf_specdec.benchmark import calls
 from hf_specdec.benchmark.prompts import Prompt
 from hf_specdec.benchmark.records import Call, Note, Record, Table
 from hf_specdec.benchmark.variants import COMPILED, PLAIN, Variant
+from hf_specdec.progress import Progress
 
 SEED = 0
 
@@ -79,6 +80,7 @@ def run(
     variants: Sequence[Variant],
     prompts: Sequence[tuple[str, Prompt]],
     settings: Settings,
+    progress: Progress,
 ) -> Iterator[Record]:
     """Measures all variants on all prompts.
 
@@ -88,6 +90,7 @@ def run(
         variants: must include plain eager decoding.
         prompts: rendered text with the prompt it was made from.
         settings: of the run.
+        progress: counts the calls.
 
     Yields:
         A `Call` per call, and a `Note` for everything that could not be measured.
@@ -107,6 +110,7 @@ def run(
         usable, peaks = [], {}
         longest = max(inputs, key=_length)
         for variant, problem in warm_up(model, inputs, variants, settings.new_tokens):
+            progress.update()
             if problem is None:
                 usable.append(variant)
                 if variant.swept_from is None:
@@ -120,6 +124,7 @@ def run(
                     for call in _in_turn(
                         model,
                         own,
+                        progress,
                         [variant for variant in usable if in_sweep or variant.swept_from is None],
                         temperature=temperature,
                         new_tokens=settings.new_tokens,
@@ -131,12 +136,19 @@ def run(
 
 
 def _in_turn(
-    model: PreTrainedModel, inputs: dict[str, Tensor], variants: Sequence[Variant], **details: Any
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    progress: Progress,
+    variants: Sequence[Variant],
+    **details: Any,
 ) -> Iterator[Call]:
     """Runs all variants on the same prompts in a new random order, then compares their outputs."""
     seed = hash((details["repeat"], details["batch"])) % 2**31
     order = random.Random(seed).sample(variants, len(variants))
-    measured = {variant.name: calls.measure(model, inputs, variant, seed=seed, **details) for variant in order}
+    measured = {}
+    for variant in order:
+        measured[variant.name] = calls.measure(model, inputs, variant, seed=seed, **details)
+        progress.update()
     plain_ids = measured[PLAIN][1]
     for variant in variants:
         call, new_ids = measured[variant.name]

@@ -292,6 +292,11 @@ class PublishedDrafter(Drafter):
             drafter.save_weights(folder, max_shard_size)
             drafter.write_records(folder, repo_id, license=license)  # validates records before a repo is created
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if tag is not None and api.revision_exists(repo_id, tag):
+                raise OSError(
+                    f"{repo_id!r} already has the tag {tag!r}, which will not be moved; nothing was uploaded: choose "
+                    "another tag."
+                )
             if revision is not None and not revision.startswith("refs/pr"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             card = folder / CARD_FILE
@@ -323,7 +328,7 @@ class PublishedDrafter(Drafter):
                 ],
             )
             if tag is not None:
-                _set_tag(api, repo_id, tag, commit.oid)
+                api.create_tag(repo_id, tag=tag, revision=commit.oid)
             return commit
 
 
@@ -337,18 +342,6 @@ def _weights_digest(folder: Path) -> list[tuple[str, str]]:
                 digest.update(part)
         digests.append((file.relative_to(folder).as_posix(), digest.hexdigest()))
     return digests
-
-
-def _set_tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
-    try:
-        api.create_tag(repo_id, tag=tag, revision=commit)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 409:
-            raise
-        raise OSError(
-            f"The drafter was uploaded to {repo_id!r} as commit {commit}, but the tag {tag!r} already exists at an "
-            "earlier commit and will not be moved: choose another tag."
-        ) from error
 
 
 def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> bool:

@@ -18,14 +18,13 @@ from random import Random
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.progress import Progress
 from hf_specdec.training.continuation import Prompt, continued
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.packed_rows import pack_rows, read_packed
-from hf_specdec.training.progress import INTERVAL_S
 from hf_specdec.training.source import Rows
 
 RECIPE_FILE, PART_SUFFIX = "recipe.json", ".part.jsonl"
@@ -104,7 +103,7 @@ def write_files(
         if not file.exists()
     }
     begun, total = time.monotonic(), sum(map(len, missing.values()))
-    with tqdm(total=total, desc="target writes", unit=" texts", disable=rank > 0, mininterval=INTERVAL_S) as progress:
+    with Progress("target writes", total, unit="texts", shown=rank == 0) as progress:
         for file, numbers in missing.items():
             started = time.monotonic()
             if max_minutes is not None and started - begun >= 60 * max_minutes:
@@ -118,7 +117,9 @@ def write_files(
             ]
             num_tokens = sum(continued(model, tasks, draws, settings.batch_size))
             part.finish()
-            progress.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens of answers/s")
+            progress.set_postfix_str(
+                f"{num_tokens / (time.monotonic() - started):.0f} tokens of answers/s", refresh=False
+            )
     return list(files.values())
 
 
@@ -152,7 +153,7 @@ class _Part:
         _write_whole(self.path, "".join(_lines(self.rows[number]) for number in numbers))
 
 
-def _kept(task: Task, number: int, part: _Part, progress: tqdm) -> Generator[Prompt, list[int], int]:
+def _kept(task: Task, number: int, part: _Part, progress: Progress) -> Generator[Prompt, list[int], int]:
     """A task whose rows are on disk when it ends; returns the number of tokens in their answers."""
     rows = yield from task
     part.append(number, rows)

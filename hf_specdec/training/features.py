@@ -24,15 +24,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.targets.modules import apply_head
 from hf_specdec.decoding.targets.taps import decoder_states, tap_layer
 from hf_specdec.drafting.draft_logits import SoftCapLogitsProcessor
 from hf_specdec.drafting.vocabulary import HeadRows
+from hf_specdec.progress import Progress
 from hf_specdec.training.losses import MAX_CHUNK_ELEMENTS
-from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import Rows
 from hf_specdec.training.vocabulary import draft_ids
 
@@ -224,7 +223,7 @@ def cache_states(
     rank, workers = worker
     missing = {number: lacking for number in range(rank, len(parts), workers) if (lacking := cached.missing(number))}
     total = sum(len(ids) for number in missing for ids in parts[number])
-    with token_progress("target states", total, shown=rank == 0) as progress:
+    with Progress("target states", total, unit="tokens", shown=rank == 0) as progress:
         for number, layers in missing.items():
             found = _read_rows(reader.only(layers), parts[number], batch_size, dtype, progress)
             for layer, states in found.items():
@@ -237,7 +236,7 @@ def cache_states(
 
 
 def _read_rows(
-    reader: TargetReader, token_ids: Sequence[list[int]], batch_size: int, dtype: torch.dtype, progress: tqdm
+    reader: TargetReader, token_ids: Sequence[list[int]], batch_size: int, dtype: torch.dtype, progress: Progress
 ) -> dict[int | None, dict[str, Tensor]]:
     """Per layer (None: input of the head) the states [tokens, hidden] of each row, by the row's index as a string."""
     found: dict[int | None, dict[str, Tensor]] = {}

@@ -29,7 +29,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.hf_argparser import HfArg
 
@@ -42,10 +41,10 @@ from hf_specdec.drafting.targets import target_tokenizer, whole_target
 from hf_specdec.hub.saving import check_free, check_writable
 from hf_specdec.methods.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.methods.specbranch.network import OWN_DRAFT_MODEL, last_layers
+from hf_specdec.progress import Progress
 from hf_specdec.training.answer_files import is_answers, read_answers
 from hf_specdec.training.conversation_answers import check_template, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
-from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width, opening
 from hf_specdec.training.text import Corpus, chosen_corpus
 from hf_specdec.version import install_command
@@ -123,7 +122,7 @@ class _RecordingDrafter(SpecBranchDrafter):
     """Always drafts `depth` tokens, and notes for every draft the input that H-RAD would get, and the class."""
 
     examples: list[tuple[Tensor, int]]
-    progress: tqdm
+    progress: Progress
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return last_layers(model, self.config.num_feature_layers)
@@ -183,7 +182,8 @@ def collect(
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     max_seconds = None if max_minutes is None else 60 * max_minutes
-    with token_progress("the pair writes", len(prompts) * new_tokens, max_seconds=max_seconds) as recorder.progress:
+    recorder.progress = Progress("the pair writes", len(prompts) * new_tokens, unit="tokens", max_seconds=max_seconds)
+    with recorder.progress:
         for batch in batches:
             if max_seconds is not None and time.monotonic() - started > max_seconds:
                 break

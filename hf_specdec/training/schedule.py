@@ -14,6 +14,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 
+from hf_specdec.progress import Progress
 from hf_specdec.training.options import ScheduleName
 
 UNBOUNDED = 10**9  # max_steps of the Trainer if the time ends the run
@@ -133,9 +134,15 @@ class Schedule(TrainerCallback):
 
 
 class StepsProgress(ProgressCallback):
-    """The Trainer's progress bar, with the total steps of `Schedule`."""
+    """The Trainer's progress, drawn as that of other commands, with the total steps of `Schedule`."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.training_bar = Progress("training", state.max_steps, unit="steps", shown=state.is_world_process_zero)
+        self.current_step = 0
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self.training_bar is not None:
-            self.training_bar.total = state.max_steps
+        self.training_bar.total = state.max_steps
         super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Shows no bar of its own."""

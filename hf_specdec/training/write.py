@@ -10,10 +10,14 @@ stopped run; several processes (`torchrun`, `accelerate launch`) share the conve
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -59,6 +63,8 @@ class WriteOptions(AnswerOptions):
         metadata={"nargs": "?", "const": ""},
     )
 
+    json: bool = HfArg(default=False, help="print the counts as JSON, and all else on stderr")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.texts is not None and self.questions is None:
@@ -85,11 +91,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     if options.pack is not None:
         check_apart(options.output, packed)
         check_writable(packed)
-    if options.data is not None or options.questions is not None:
-        is_first = _write(options)
-    if options.pack is not None and is_first:
-        files = pack_answers(options.output, packed)
-        print(f"{packed}: {sum(file.stat().st_size for file in files):,} bytes in {len(files)} files")
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        if options.data is not None or options.questions is not None:
+            is_first = _write(options)
+        if options.pack is not None and is_first:
+            files = pack_answers(options.output, packed)
+            print(f"{packed}: {sum(file.stat().st_size for file in files):,} bytes in {len(files)} files")
+    if options.json and is_first:
+        print(json.dumps(counts(options.output) | {"packed": None if options.pack is None else str(packed)}, indent=2))
 
 
 def _write(options: WriteOptions) -> bool:
@@ -125,9 +134,14 @@ def _write(options: WriteOptions) -> bool:
     return processes.is_main_process
 
 
-def summary(folder: Path) -> str:
-    """One line to print about the answers in a folder."""
+def counts(folder: Path) -> dict[str, Any]:
+    """The answers in a folder in numbers."""
     rows = answer_rows(folder)
     num_tokens = sum(len(row["answer_ids"]) for row in rows)
     ended = sum(row["ended"] for row in rows) / max(1, len(rows))
-    return f"{folder}: {len(rows):,} answers of {num_tokens:,} tokens; {ended:.0%} are complete"
+    return {"folder": str(folder), "answers": len(rows), "tokens": num_tokens, "complete": ended}
+
+
+def summary(folder: Path) -> str:
+    """One line to print about the answers in a folder."""
+    return "{folder}: {answers:,} answers of {tokens:,} tokens; {complete:.0%} are complete".format(**counts(folder))

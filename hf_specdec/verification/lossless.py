@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.chat_template import Thinking, render
 from hf_specdec.decoding.relaxed import acceptance_rule
 from hf_specdec.decoding.targets.modules import home_of, num_tokens
-from hf_specdec.drafting.drafter import Drafter, always_drafting, check_is_drafter
+from hf_specdec.drafting.drafter import Drafter, WrappingDrafter, always_drafting, check_is_drafter
 from hf_specdec.drafting.fingerprint import local_tokenizer
+from hf_specdec.hub.card import Record
+from hf_specdec.hub.publishing import PublishedDrafter
 from hf_specdec.integration import observing
+from hf_specdec.progress import Progress
 from hf_specdec.verification.differences import Difference, first_difference
 from hf_specdec.verification.precision import Precision, precision_of
 from hf_specdec.verification.replay import (
@@ -53,6 +57,7 @@ class LosslessReport:
         target: the target's name.
         drafter: the drafter's name.
         num_prompts: prompts whose greedy continuations were compared.
+        chat: whether texts were rendered with the chat template, because the drafter was trained in it.
         num_tokens: generated tokens in them.
         differences: index of a prompt -> first difference of its two greedy continuations.
         mean_acceptance_length: of the greedy runs; 1 means that no drafted token was accepted.
@@ -76,6 +81,7 @@ class LosslessReport:
     target: str
     drafter: str
     num_prompts: int = 0
+    chat: bool = False
     num_tokens: int = 0
     differences: dict[int, Difference] = field(default_factory=dict)
     mean_acceptance_length: float = 0.0
@@ -164,8 +170,8 @@ class LosslessReport:
                 "for a tensor or a batch; there, no drafting can be exact, and plain decoding in batches is not either"
             )
         lines += [
-            f"  greedy   {self.num_prompts} prompts, {self.num_tokens} tokens, mean acceptance length "
-            f"{self.mean_acceptance_length:.2f}: {self._greedy_verdict()}",
+            f"  greedy   {self.num_prompts} prompts{' in the chat template' if self.chat else ''}, {self.num_tokens} "
+            f"tokens, mean acceptance length {self.mean_acceptance_length:.2f}: {self._greedy_verdict()}",
         ]
         for prompt, difference in self.differences.items():
             lines.append(
@@ -228,8 +234,10 @@ class LosslessReport:
         if known:
             error, bound = max(known, key=lambda pair: pair[0] / pair[1])
             verdict = "equal" if self.verified else "DIFFERENT"
+            compared = sum(each.num_compared for each in self.replays if each.logit_error is not None)
             lines[:0] = [
-                f"  logits   of both in {self.precision}: differ by at most {error:.2g} (bound {bound:.2g}): {verdict}"
+                f"  logits   of both in {self.precision}, at {compared} nodes: differ by at most {error:.2g} "
+                f"(bound {bound:.2g}): {verdict}"
             ]
         return lines
 
@@ -254,14 +262,16 @@ def verify_lossless(
     Args:
         model: the target.
         drafter: any drafter, with or without weights.
-        prompts: a text, or a list of texts, of [1, seq] int64 token ids, and of what a processor returns for one text
+        prompts: a text, or a list of texts, which get the target's chat template if the drafter's training record says
+            that it was trained in it, of [1, seq] int64 token ids, and of what a processor returns for one text
             with pictures or sound, with `input_ids` [1, seq]. None for four short texts, or for random ids if the
             target has no tokenizer.
         tokenizer: for texts; None for the one in the folder or repository that the target was loaded from.
         max_new_tokens: of each greedy run.
-        max_time_s: no new step begins after this many seconds; half of them are for greedy runs.
+        max_time_s: half of it is for greedy runs. A step begins if it can end in time, judged by the longest one before
+            it; the first text and the first tree are always checked.
         seed: of the sampled runs. The global random state is restored afterwards.
-        verbose: prints the report.
+        verbose: prints the report, and shows progress on stderr.
 
     Raises:
         ValueError: the drafter does not fit the target; a prompt is a text and there is no tokenizer; there is no
@@ -283,15 +293,19 @@ def verify_lossless(
         raise TypeError(f"model={given!r} is a {type(given).__name__}; it must be the loaded target model itself.")
     drafter.check_options()
     drafter.check_target(model)
-    inputs = _prompts(model, prompts, tokenizer)
+    record = _chat_record(drafter)
+    inputs = _prompts(model, prompts, tokenizer, record)
     report = LosslessReport(
         model.name_or_path or type(model).__name__,
         f"{getattr(drafter, 'name_or_path', '') or type(drafter).__name__} ({drafter.method})",
+        chat=bool(record),
         dtype=model.dtype,
     )
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), always_drafting():
+    progress = Progress("verify", 2 * len(inputs) + 1, unit="steps", max_seconds=max_time_s, shown=verbose)
+    with progress, torch.random.fork_rng(devices=devices), torch.no_grad(), always_drafting():
         precision, reason, report.own_difference = precision_of(model, _text_of(model, inputs[0]))
+        progress.update()
         if precision is None:
             report.left_out.append(f"logits of tree forwards: {reason}")
         else:
@@ -300,18 +314,40 @@ def verify_lossless(
             report.left_out.append(
                 f"logits of forwards with compile_mode={drafter.options.compile_mode!r}: they are compared without it"
             )
-        _compare_greedy(report, model, drafter, inputs, max_new_tokens, precision, began + max_time_s / 2)
+        _compare_greedy(
+            report, model, drafter, _in_time(inputs, began + max_time_s / 2, progress), max_new_tokens, precision
+        )
         torch.manual_seed(seed)
         if (rule := acceptance_rule(drafter.acceptance)) is not None:
             report.acceptance = repr(rule)
             _measure_distance(report, model, drafter, inputs[0])
             report.left_out.append("the acceptance rule and the logits of trees: they are checked of lossless rules")
         else:
-            _test_sampled(report, model, drafter, inputs, precision, began + max_time_s)
+            _test_sampled(report, model, drafter, inputs, precision, began + max_time_s, progress)
     report.seconds = time.perf_counter() - began
     if verbose:
         print(report)
     return report
+
+
+def _in_time(prompts: Sequence[Prompt], until: float, progress: Progress) -> Iterator[tuple[int, Prompt]]:
+    """The numbered prompts whose steps can end before `until`, judged by the longest so far; the first in any case."""
+    longest = 0.0
+    for index, prompt in enumerate(prompts):
+        began = time.perf_counter()
+        if index and began + longest > until:
+            progress.total -= len(prompts) - index
+            return
+        yield index, prompt
+        progress.update()
+        longest = max(longest, time.perf_counter() - began)
+
+
+def _chat_record(drafter: Drafter) -> Record | None:
+    """The training record of a drafter, or of one of those that it drafts with, that was trained on chats."""
+    sources = drafter.sources if isinstance(drafter, WrappingDrafter) else (drafter,)
+    records = [source.training_record or {} for source in sources if isinstance(source, PublishedDrafter)]
+    return next((record for record in records if record.get("chat_template")), None)
 
 
 def _text_of(model: PreTrainedModel, prompt: Prompt) -> Tensor:
@@ -326,8 +362,9 @@ def _prompts(
     model: PreTrainedModel,
     prompts: str | Sequence[str | Tensor | Mapping[str, Any]] | None,
     tokenizer: PreTrainedTokenizerBase | None,
+    chat: Record | None,
 ) -> list[Prompt]:
-    """Each prompt with ids of [1, seq] int64, on the target's device."""
+    """Each prompt with ids of [1, seq] int64, on the target's device; texts as in this record of training on chats."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):  # such as the output of a tokenizer; its keys are texts
@@ -352,7 +389,11 @@ def _prompts(
                     f"prompts has texts, but target {model.name_or_path!r} has no tokenizer: pass "
                     "tokenizer=, or prompts as [1, seq] token ids."
                 )
-            prompt = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            if chat is not None and tokenizer.chat_template:
+                thinking: dict[bool | None, Thinking] = {None: "default", False: "off", True: "on"}
+                messages = [{"role": "user", "content": prompt}]
+                prompt = render(messages, tokenizer, thinking=thinking[chat.get("thinking")])
+            prompt = tokenizer(prompt, return_tensors="pt", add_special_tokens=chat is None)["input_ids"]
         more: dict[str, Any] = {}
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             more = {name: value for name, value in prompt.items() if name not in ("input_ids", "attention_mask")}
@@ -375,17 +416,14 @@ def _compare_greedy(
     report: LosslessReport,
     model: PreTrainedModel,
     drafter: Drafter,
-    prompts: list[Prompt],
+    prompts: Iterable[tuple[int, Prompt]],
     max_new_tokens: int,
     precision: Precision | None,
-    until: float,
 ) -> None:
     config = settings(model, do_sample=False, max_new_tokens=max_new_tokens)
     committed = rounds = 0
     report.same_bits = True
-    for index, prompt in enumerate(prompts):
-        if index and time.perf_counter() > until:
-            break
+    for index, prompt in prompts:
         plain, assisted = (
             generate(model, prompt, config, each)[prompt.ids.shape[1] :].tolist() for each in (None, drafter)
         )
@@ -439,25 +477,24 @@ def _test_sampled(
     prompts: list[Prompt],
     precision: Precision | None,
     until: float,
+    progress: Progress,
 ) -> None:
     config = settings(model, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, top_p=1.0, max_new_tokens=24)
-    calls: list[tuple[Prompt, Tensor, list[FrozenRound]]] = []
-    for index, prompt in enumerate(prompts):
-        if index and time.perf_counter() > until:
-            break
-        already = sum(len(each) for _, _, each in calls)
-        recorder = RoundRecorder(prompt.ids, limit=(MAX_TREES * (index + 1) // len(prompts) or 1) - already)
+    recorded: list[FrozenRound] = []
+    for index, prompt in _in_time(prompts, until, progress):
+        recorder = RoundRecorder(prompt.ids, limit=(MAX_TREES * (index + 1) // len(prompts) or 1) - len(recorded))
         with observing(recorder):
             text = generate(model, prompt, config, drafter)
-        calls.append((prompt, text, recorder.rounds))
-    report.drawn_p_value = drawn_p_value([each for _, _, rounds in calls for each in rounds])
-    for prompt, text, rounds in calls:
-        if not rounds or (report.replays and time.perf_counter() > until):
+        recorded += recorder.rounds
+        if not recorder.rounds:
             continue
-        found = verify_again(model, drafter, rounds, text, prompt, precision) if precision else {}
-        for each in rounds:
+        found = verify_again(model, drafter, recorder.rounds, text, prompt, precision, until) if precision else {}
+        for each in recorder.rounds:
+            if report.replays and time.perf_counter() > until:
+                break
             error, bound = found.get(len(each.prefix), (None, 0.0))
             report.replays.append(replace(replay(model, each, prompt), logit_error=error, bound=bound))
+    report.drawn_p_value = drawn_p_value(recorded)
     missed = sum(replay.logit_error is None for replay in report.replays)
     if precision and missed:
         report.left_out.append(f"logits of {missed} recorded trees: the repeated call did not verify them")

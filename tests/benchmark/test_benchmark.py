@@ -131,6 +131,21 @@ def test_a_report_can_be_made_again_from_its_records(
     assert main(["--from-records", str(tmp_path / "run.jsonl"), "--output", str(tmp_path)]) == 0
     assert (tmp_path / "report.md").read_text().count("## ") >= 4
     assert str(tmp_path / "report.md") in capsys.readouterr().out
+    assert main(["--from-records", str(tmp_path / "run.jsonl"), "--output", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [json.loads(line) for line in map(records.line, made)]
+
+
+def test_a_measurement_is_printed_as_json_with_its_progress_on_stderr(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--temperature", "0", "--no-compiled", "--num-prompts", "1", "--budgets", "--json"]
+    bench(folder, tmp_path, "--drafter", "ngram", *settings)
+    printed = capsys.readouterr()
+    made = json.loads(printed.out)
+    assert made == [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
+    assert sum("seconds" in record for record in made) == 4  # plain decoding and the look-up, twice
+    assert "bench:   0%|" in printed.err
+    assert " 6/6 [" in printed.err  # with a first call of each
 
 
 def test_a_run_that_is_stopped_leaves_records_that_make_a_report(

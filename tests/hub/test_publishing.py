@@ -401,9 +401,12 @@ def test_tag_names_the_pushed_commit(hub: LoopbackHub, drafter: DFlashDrafter) -
     assert hub.repos["me/drafter"].tags["v1"] == first.oid
     assert load_drafter("me/drafter", revision="v1").fc.weight.any()
     assert not load_drafter("me/drafter", revision="v2").fc.weight.any()
-    with pytest.raises(OSError, match="uploaded to 'me/drafter' as commit .*, but the tag 'v1' already exists"):
+    before = hub.repos["me/drafter"].files()
+    drafter.fc.weight.data.fill_(1)
+    with pytest.raises(OSError, match="'me/drafter' already has the tag 'v1', .*; nothing was uploaded"):
         drafter.push_to_hub("me/drafter", token=TOKEN, tag="v1")
     assert hub.repos["me/drafter"].tags["v1"] == first.oid
+    assert hub.repos["me/drafter"].files() == before
 
 
 def test_interrupted_upload_leaves_the_repo_as_it_was_and_can_be_repeated(

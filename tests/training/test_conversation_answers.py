@@ -357,6 +357,15 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
     assert re.search(r"out: 2 answers of \d tokens; \d+% are complete", capsys.readouterr().out)
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     assert (recipe["dtype"], recipe["temperatures"]) == ("float32", [0.0])
+    main([*arguments, "--data", str(tmp_path / "talks.jsonl"), "--pack", "--json"])
+    found, answers = json.loads(capsys.readouterr().out), read_answers(tmp_path / "out")
+    assert found == {
+        "folder": str(tmp_path / "out"),
+        "answers": 2,
+        "tokens": sum(len(row["answer_ids"]) for row in answers),
+        "complete": sum(row["ended"] for row in answers) / 2,
+        "packed": str(tmp_path / "out" / "packed"),
+    }
     with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
         main([*arguments, "--data", str(tmp_path / "none.jsonl")])
 
