@@ -40,6 +40,7 @@ from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.observers import Observer
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.stats import SpeculationStats
@@ -156,6 +157,11 @@ def detach(model: Any) -> None:
     _ATTACHED.pop(_wrapped_model(model), None)
 
 
+def attached_to(model: Any) -> Drafter | None:
+    """The drafter that is attached to a model; None if there is none."""
+    return _ATTACHED.get(_wrapped_model(model))
+
+
 # Not an attribute of the models, because it is neither saved nor copied.
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Drafter] = weakref.WeakKeyDictionary()
 
@@ -193,6 +199,21 @@ def observing(observer: Observer) -> AbstractContextManager[None]:
 
 
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
+
+
+def prepared(model: Any, drafter: Drafter, **arguments: Any) -> SpeculativeDecoding:
+    """The loop of a call of `generate` with these arguments, which has run nothing yet.
+
+    Raises:
+        TreesRefusedError: the call would not run this loop, or only for all its rows together.
+    """
+    loops: list[SpeculativeDecoding] = []
+    with _setting(_PREPARED, loops):
+        model.generate(assistant_model=drafter, **arguments)
+    return loops[0]
+
+
+_PREPARED: ContextVar[list[SpeculativeDecoding] | None] = ContextVar("prepared", default=None)
 
 
 # Settings of a call by which transformers drafts itself, or with which it calls an assistant's `generate`.
@@ -267,6 +288,8 @@ def _decode(
         _check_unknown_host(self, why_unlike_plain_trees, input_ids, kwargs)
         return _decode_trees(self, assistant_model, hooked, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
+        if _PREPARED.get() is not None:
+            raise
         reason = str(refusal)
     _check_untouched(kwargs, filled, reason)
     if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
@@ -479,6 +502,9 @@ def _decode_trees(
     )
     if hooked:
         target.bound_rows = len(input_ids)
+    loops = _PREPARED.get()
+    policy = DraftingPolicy() if loops is not None else drafter.drafting_policy(model, len(input_ids), stats)
+    observers = _OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get())
     decoding = SpeculativeDecoding(
         target,
         drafter.candidate_generator,
@@ -489,12 +515,24 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.drafting_policy(model, len(input_ids), stats).restrict(*limits_of_drafts(generation_config)),
-        observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
+        policy=policy.restrict(*limits_of_drafts(generation_config)),
+        observers=observers if loops is None else (),
         streamer=others.get("streamer"),
         networks=drafter.networks,
         relaxed=relaxed,
     )
+    if loops is not None:
+        reasons = {
+            "its forward has hooks, which would see other rows": hooked or target.bound_rows is not None,
+            f"it has {len(input_ids)} rows": len(input_ids) > 1,
+            "it returns a cache, scores or states": decoding.returns_cache,
+            "same_bits=True is for the rows of one call": target.same_bits,
+            f"compile_mode={target.compile_mode!r} captures forwards of one shape": target.compile_mode != "none",
+        }
+        if any(reasons.values()):
+            raise TreesRefusedError(next(reason for reason, holds in reasons.items() if holds))
+        loops.append(decoding)
+        return input_ids
     if all(runs_in_inference_mode(network) for network in (model, *drafter.networks)):
         return decoding.run()
     with without_inference_mode():
