@@ -224,7 +224,7 @@ _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mt
 _FOR_ATTACHED: ContextVar[bool] = ContextVar("for_attached", default=False)
 
 
-class _CallRefusedError(ValueError):
+class CallRefusedError(ValueError):
     """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
 
 
@@ -242,10 +242,10 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
         return original(self, *args, **kwargs)
     try:
         if kwargs.get("cache_implementation") == "paged":  # transformers would decode with another function
-            raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
+            raise CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
         with _setting(_FOR_ATTACHED, True):
             return original(self, *args, assistant_model=drafter, **kwargs)
-    except _CallRefusedError as refusal:
+    except CallRefusedError as refusal:
         warnings.warn(
             f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call: "
             "the target decodes it plainly.",
@@ -381,7 +381,7 @@ def _validate_generation_mode(
 ) -> None:
     """Raises ValueError for unsupported settings, targets and drafters, before the prompt is run.
 
-    For settings it is a `_CallRefusedError`.
+    For settings it is a `CallRefusedError`.
     """
     drafter = mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
@@ -393,38 +393,38 @@ def _validate_generation_mode(
             )
         return original(self, mode, config, mode_kwargs)
     if mode != GenerationMode.ASSISTED_GENERATION:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
     if config.use_cache is False and self.generation_config.use_cache is False:
         config.use_cache = True  # False is the target's default, not an argument of this call
     if config.use_cache is False:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             "Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out."
         )
     if config.cache_implementation not in (None, "dynamic"):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"cache_implementation={config.cache_implementation!r} does not support draft trees; leave it out, or pass "
             "'dynamic' if it is the target's own default. The cache is preallocated in any case."
         )
     if config.assistant_ensemble_weight is not None:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the target's output; hf_specdec is "
             "lossless only. Leave it out."
         )
     if config.dola_layers is not None:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"dola_layers={config.dola_layers!r} replaces the target's logits by contrasts of layers. Leave it out, or "
             "generate without assistant_model."
         )
     if mode_kwargs.get("synced_gpus"):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
     if ignores_cache(self):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before generate."
@@ -433,14 +433,14 @@ def _validate_generation_mode(
     owner = getattr(self.prepare_inputs_for_generation, "__self__", self)
     peft_config = getattr(owner, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
     try:
         _check_pair(self, drafter)
     except ValueError as error:
-        raise _CallRefusedError(str(error)) from error
+        raise CallRefusedError(str(error)) from error
     report_unused(config, mode_kwargs, drafter)
     return None
 

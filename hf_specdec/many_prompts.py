@@ -33,7 +33,7 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.call_settings import limits_of_drafts
 from hf_specdec.drafting.drafter import Drafter, check_is_drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.integration import attached_to, prepared
+from hf_specdec.integration import CallRefusedError, attached_to, prepared
 
 # Token ids; or arguments of `generate` for this prompt alone, among them `input_ids`, and `seed`.
 Prompt: TypeAlias = Tensor | Sequence[int] | Mapping[str, Any]
@@ -158,6 +158,8 @@ class Batch:
     ) -> None:
         self.model, self.drafter, self.arguments = model, drafter, arguments
         self.batch_size, self.max_cache_tokens = batch_size, max_cache_tokens
+        found = isinstance(drafter, Undrafted) or attached_to(model) is drafter
+        self.assistant = {} if found else {"assistant_model": drafter}  # of a prompt's own call
         self.stats, self.started = SpeculationStats(method=drafter.method), time.perf_counter()
         self.shared: SharedRounds | None = None
         self.waiting: list[Request] = []  # for room in the cache
@@ -189,7 +191,9 @@ class Batch:
             seed = arguments.pop("seed", None)
             try:
                 request = Request(key, arguments, seed, prepared(self.model, self.drafter, **arguments))
-            except TreesRefusedError as refusal:
+            except (TreesRefusedError, CallRefusedError) as refusal:
+                if isinstance(refusal, CallRefusedError) and self.assistant:
+                    raise  # as its own call would
                 self._decode_alone(key, arguments, seed, str(refusal))
                 return
             self._check_size(request)
@@ -232,8 +236,8 @@ class Batch:
             request = self.waiting.pop(0)
             row = request.row
             try:
-                with _seeded(request.seed, row.sequences.ids.device), self._mode(row):
-                    row.begin_row()
+                with self._mode(row):
+                    row.begin_row(request.seed)
             except TreesRefusedError as refusal:
                 row.close()
                 self._decode_alone(request.key, request.arguments, request.seed, str(refusal))
@@ -281,6 +285,7 @@ class Batch:
 
     def _end(self, row: SpeculativeDecoding, error: Exception | None) -> None:
         self.stats.add_row(row.stats)
+        self.drafter.stats = row.stats  # which the end of a streamer may look at
         result: Tensor | Exception
         try:
             result = row.sequences.finish() if error is None else error
@@ -297,11 +302,9 @@ class Batch:
                 "own, one after the other.",
                 stacklevel=2,
             )
-        if not isinstance(self.drafter, Undrafted):
-            arguments = {**arguments, "assistant_model": self.drafter}
         try:
             with _seeded(seed, self.model.device):
-                self.ended.append((key, self.model.generate(**arguments)))
+                self.ended.append((key, self.model.generate(**arguments, **self.assistant)))
         except Exception as error:  # the result of this prompt
             self.ended.append((key, error))
 

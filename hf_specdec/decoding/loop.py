@@ -23,6 +23,7 @@ from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.exchange import GREEDY, ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.noise import PositionNoise
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
@@ -159,13 +160,18 @@ class SpeculativeDecoding:
         )
 
     @torch.no_grad()
-    def begin_row(self) -> None:
+    def begin_row(self, seed: int | None) -> None:
         """Runs the prompt of one row, so that it can join the rounds of others (`shared.py`) if it has not ended.
+
+        Args:
+            seed: of its noise if it samples; None for torch's default generator.
 
         Raises:
             TreesRefusedError: the row cannot share rounds.
         """
         self.joins_others = True
+        if seed is not None and self.config.do_sample:
+            self.acceptor.noise = PositionNoise(1, self.sequences.ids.device, seed)
         with torch.cuda.device_of(self.sequences.ids):
             with self.target.tapping():
                 prompt = self.prefill()
