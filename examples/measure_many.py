@@ -43,7 +43,7 @@ def fixed_batches(model: Any, prompts: Prompts, rows: int) -> None:
 
 
 def continuous(model: Any, prompts: Prompts, rows: int) -> None:
-    """transformers' continuous batching, which takes one number of new tokens: each length in a call."""
+    """Transformers' continuous batching, which takes one number of new tokens: each length in a call."""
     config = GenerationConfig(do_sample=False, max_new_tokens=max(new for _, new in prompts), eos_token_id=-1)
     model.generate_batch([ids for ids, _ in prompts], generation_config=config, progress_bar=False)
 

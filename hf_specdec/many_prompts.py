@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,11 +94,16 @@ def _outputs(batch: Batch, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[tu
             while waiting and batch.has_room:
                 if waiting := (following := next(prompts, None)) is not None:
                     batch.add(*following)
-                    yield from batch.take_ended()
+                    yield from _results(batch)
             batch.round()
-            yield from batch.take_ended()
+            yield from _results(batch)
     finally:
         batch.close()
+
+
+def _results(batch: Batch) -> Iterator[tuple[int, Tensor | Exception]]:
+    for ended in batch.take_ended():
+        yield ended.key, ended.result
 
 
 class Undrafted(Drafter):
@@ -123,6 +128,14 @@ class _RootOnly(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         return DraftTree.root_only(context.root_ids)
+
+
+class Ended(NamedTuple):
+    """A prompt that has ended: what it was added with, its output or error, and its counts, None without drafts."""
+
+    key: Any
+    result: Tensor | Exception
+    stats: SpeculationStats | None
 
 
 @dataclass(eq=False)
@@ -165,7 +178,7 @@ class Batch:
         self.waiting: list[Request] = []  # for room in the cache
         self.begun: list[SpeculativeDecoding] = []  # to join the next round
         self.running: dict[SpeculativeDecoding, Any] = {}  # the keys of all rows that have begun
-        self.ended: list[tuple[Any, Tensor | Exception]] = []
+        self.ended: list[Ended] = []
         self._policies: dict[int, DraftingPolicy] = {}
         self._reasons: set[str] = set()
 
@@ -175,12 +188,17 @@ class Batch:
         return len(self.running) + len(self.waiting)
 
     @property
+    def keys(self) -> list[Any]:
+        """Of the prompts that have not ended."""
+        return [*self.running.values(), *(request.key for request in self.waiting)]
+
+    @property
     def has_room(self) -> bool:
         """Whether another prompt may be added."""
         return self.num_rows < self.batch_size and not self.waiting
 
-    def take_ended(self) -> list[tuple[Any, Tensor | Exception]]:
-        """The keys of what has ended since the last call, with outputs or errors."""
+    def take_ended(self) -> list[Ended]:
+        """What has ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -198,7 +216,7 @@ class Batch:
                 return
             self._check_size(request)
         except Exception as error:  # the result of this prompt
-            self.ended.append((key, error))
+            self.ended.append(Ended(key, error, None))
             return
         self.waiting.append(request)
         self._begin()
@@ -244,7 +262,7 @@ class Batch:
                 continue
             except Exception as error:  # the result of this prompt
                 row.close()
-                self.ended.append((request.key, error))
+                self.ended.append(Ended(request.key, error, None))
                 continue
             self.running[row] = request.key
             if row.sequences.done:
@@ -291,7 +309,7 @@ class Batch:
             result = row.sequences.finish() if error is None else error
         except Exception as raised:  # of the streamer
             result = raised
-        self.ended.append((self.running.pop(row), result))
+        self.ended.append(Ended(self.running.pop(row), result, row.stats))
 
     def _decode_alone(self, key: Any, arguments: dict[str, Any], seed: int | None, reason: str) -> None:
         """The prompt's own call of `generate`, while the rows of the batch wait."""
@@ -302,11 +320,14 @@ class Batch:
                 "own, one after the other.",
                 stacklevel=2,
             )
+        self.drafter.stats = None  # it stays None if the call is decoded plainly
+        result: Tensor | Exception
         try:
             with _seeded(seed, self.model.device):
-                self.ended.append((key, self.model.generate(**arguments, **self.assistant)))
+                result = self.model.generate(**arguments, **self.assistant)
         except Exception as error:  # the result of this prompt
-            self.ended.append((key, error))
+            result = error
+        self.ended.append(Ended(key, result, self.drafter.stats))
 
     def _close_shared(self) -> None:
         if self.shared is not None:

@@ -361,6 +361,6 @@ def test_hundreds_of_random_arrivals_and_ends() -> None:
                 index = waiting.pop(0)
                 batch.add(index, asked[index])
         batch.round()
-        found |= batch.take_ended()
+        found |= {ended.key: ended.result for ended in batch.take_ended()}
     batch.close()
     assert_same(found, expected)
