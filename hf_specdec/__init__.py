@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_specdec.integration import detach as detach
     from hf_specdec.integration import disable as disable
     from hf_specdec.integration import enable as enable
+    from hf_specdec.many_prompts import generate_many as generate_many
     from hf_specdec.methods.merged import MergedDrafter as MergedDrafter
     from hf_specdec.verification import verify_lossless as verify_lossless
 
@@ -51,6 +52,7 @@ _HOMES = {
     "disable": "integration",
     "enable": "integration",
     "export_drafter": "hub.export",
+    "generate_many": "many_prompts",
     "inspect_drafter": "hub.inspection",
     "load_drafter": "hub.loading",
     "register": "drafting.registry",

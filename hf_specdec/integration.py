@@ -40,6 +40,7 @@ from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.observers import Observer
+from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.relaxed import Relaxed, acceptance_rule
 from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
@@ -157,6 +158,11 @@ def detach(model: Any) -> None:
     _ATTACHED.pop(_wrapped_model(model), None)
 
 
+def attached_to(model: Any) -> Drafter | None:
+    """The drafter that is attached to a model; None if there is none."""
+    return _ATTACHED.get(_wrapped_model(model))
+
+
 # Not an attribute of the models, because it is neither saved nor copied.
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Drafter] = weakref.WeakKeyDictionary()
 
@@ -196,6 +202,21 @@ def observing(observer: Observer) -> AbstractContextManager[None]:
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 
 
+def prepared(model: Any, drafter: Drafter, **arguments: Any) -> SpeculativeDecoding:
+    """The loop of a call of `generate` with these arguments, which has run nothing yet.
+
+    Raises:
+        TreesRefusedError: the call would not run this loop, or only for all its rows together.
+    """
+    loops: list[SpeculativeDecoding] = []
+    with _setting(_PREPARED, loops):
+        model.generate(assistant_model=drafter, **arguments)
+    return loops[0]
+
+
+_PREPARED: ContextVar[list[SpeculativeDecoding] | None] = ContextVar("prepared", default=None)
+
+
 # Settings of a call by which transformers drafts itself, or with which it calls an assistant's `generate`.
 _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
 
@@ -204,7 +225,7 @@ _OTHER_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mt
 _FOR_ATTACHED: ContextVar[bool] = ContextVar("for_attached", default=False)
 
 
-class _CallRefusedError(ValueError):
+class CallRefusedError(ValueError):
     """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
 
 
@@ -222,10 +243,10 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
         return original(self, *args, **kwargs)
     try:
         if kwargs.get("cache_implementation") == "paged":  # transformers would decode with another function
-            raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
+            raise CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
         with _setting(_FOR_ATTACHED, True):
             return original(self, *args, assistant_model=drafter, **kwargs)
-    except _CallRefusedError as refusal:
+    except CallRefusedError as refusal:
         warnings.warn(
             f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call: "
             "the target decodes it plainly.",
@@ -269,6 +290,8 @@ def _decode(
         _check_unknown_host(self, why_unlike_plain_trees, input_ids, kwargs)
         return _decode_trees(self, assistant_model, hooked, *args, **kwargs)
     except TreesRefusedError as refusal:  # raised before the first token
+        if _PREPARED.get() is not None:
+            raise
         reason = str(refusal)
     _check_untouched(kwargs, filled, reason)
     if (rule := acceptance_rule(assistant_model.acceptance)) is not None:
@@ -360,7 +383,7 @@ def _validate_generation_mode(
 ) -> None:
     """Raises ValueError for unsupported settings, targets and drafters, before the prompt is run.
 
-    For settings it is a `_CallRefusedError`.
+    For settings it is a `CallRefusedError`.
     """
     drafter = mode_kwargs.get("assistant_model")
     if not isinstance(drafter, Drafter):
@@ -372,38 +395,38 @@ def _validate_generation_mode(
             )
         return original(self, mode, config, mode_kwargs)
     if mode != GenerationMode.ASSISTED_GENERATION:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
     if config.use_cache is False and self.generation_config.use_cache is False:
         config.use_cache = True  # False is the target's default, not an argument of this call
     if config.use_cache is False:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             "Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out."
         )
     if config.cache_implementation not in (None, "dynamic"):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"cache_implementation={config.cache_implementation!r} does not support draft trees; leave it out, or pass "
             "'dynamic' if it is the target's own default. The cache is preallocated in any case."
         )
     if config.assistant_ensemble_weight is not None:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the target's output; hf_specdec is "
             "lossless only. Leave it out."
         )
     if config.dola_layers is not None:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"dola_layers={config.dola_layers!r} replaces the target's logits by contrasts of layers. Leave it out, or "
             "generate without assistant_model."
         )
     if mode_kwargs.get("synced_gpus"):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
     if ignores_cache(self):
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"Target {type(self).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
             "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before generate."
@@ -412,14 +435,14 @@ def _validate_generation_mode(
     owner = getattr(self.prepare_inputs_for_generation, "__self__", self)
     peft_config = getattr(owner, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
-        raise _CallRefusedError(
+        raise CallRefusedError(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
     try:
         _check_pair(self, drafter)
     except ValueError as error:
-        raise _CallRefusedError(str(error)) from error
+        raise CallRefusedError(str(error)) from error
     report_unused(config, mode_kwargs, drafter)
     return None
 
@@ -482,6 +505,9 @@ def _decode_trees(
     )
     if hooked:
         target.bound_rows = len(input_ids)
+    loops = _PREPARED.get()
+    policy = DraftingPolicy() if loops is not None else drafter.drafting_policy(model, len(input_ids), stats)
+    observers = _OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get())
     decoding = SpeculativeDecoding(
         target,
         drafter.candidate_generator,
@@ -492,12 +518,24 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.drafting_policy(model, len(input_ids), stats).restrict(*limits_of_drafts(generation_config)),
-        observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
+        policy=policy.restrict(*limits_of_drafts(generation_config)),
+        observers=observers if loops is None else (),
         streamer=others.get("streamer"),
         networks=drafter.networks,
         relaxed=relaxed,
     )
+    if loops is not None:
+        reasons = {
+            "its forward has hooks, which would see other rows": hooked or target.bound_rows is not None,
+            f"it has {len(input_ids)} rows": len(input_ids) > 1,
+            "it returns a cache, scores or states": decoding.returns_cache,
+            "same_bits=True is for the rows of one call": target.same_bits,
+            f"compile_mode={target.compile_mode!r} captures forwards of one shape": target.compile_mode != "none",
+        }
+        if any(reasons.values()):
+            raise TreesRefusedError(next(reason for reason, holds in reasons.items() if holds))
+        loops.append(decoding)
+        return input_ids
     if all(runs_in_inference_mode(network) for network in (model, *drafter.networks)):
         return decoding.run()
     with without_inference_mode():

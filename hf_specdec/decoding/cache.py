@@ -368,6 +368,20 @@ class TreeCache(Cache):
             states.put_rows({row: each[index] for row, (_, each) in saved.items()}, max(row_lengths))
         self._set_lengths(row_lengths)
 
+    def join(self, others: Sequence[TreeCache], places: Sequence[int]) -> None:
+        """The rows of others, of one row each, take these places, see `state.with_rows`. Called between rounds."""
+        new = {place: other.take_row(0) for place, other in zip(places, others, strict=True)}
+        row_lengths, longest = [*self.row_lengths], max(length for length, _ in new.values())
+        for states in self._stored:
+            states.reserve(max(self.longest, longest))
+        for place in [place for place in places if place < len(row_lengths)]:
+            row_lengths[place], saved = new.pop(place)
+            for states, own in zip(self._stored, saved, strict=True):
+                states.replace_row(place, own)
+        self._set_lengths(row_lengths)
+        if new:
+            self.put_rows(new)
+
     def hand_back(self, like: Cache, length: int) -> None:
         """Writes the first `length` entries of every row to `like`, the caller's DynamicCache.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.accept import Verdict
-from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.state import Counts, RoundState, with_rows
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.decoding.user_code import PREFIX_FREE
@@ -222,6 +222,51 @@ class Committed:
             path=None,
         )
         return joined.aligned()
+
+    @classmethod
+    def of_nothing(cls, prompt: Committed, state: RoundState) -> Committed:
+        """The commit of a round that kept nothing, after the prefill of one row, `prompt`."""
+        root, features = DraftTree.root_only(state.root_ids), prompt.features
+        nothing = torch.zeros_like(root.valid)
+        return cls(
+            token_ids=root.token_ids,
+            features=None if features is None else torch.zeros_like(features[:, :1]),
+            position_ids=state.root_positions.unsqueeze(1),
+            valid=nothing,
+            counts=Counts.of([0], nothing.device),
+            target_logits=prompt.target_logits,
+            tree=replace(root, valid=nothing),  # so that nothing is learnt from it
+            path=torch.zeros_like(root.token_ids),
+            tokens=[[]],
+        )
+
+    def joined(self, others: Sequence[Committed], places: Sequence[int]) -> Committed:
+        """With the rows of others at `places`, padded on the right; without what describes a drafted tree."""
+        parts = [
+            (part if part.valid is not None else replace(part, valid=torch.ones_like(part.token_ids, dtype=torch.bool)))
+            for part in (self, *others)
+        ]
+        parts = [part.aligned() for part in parts]
+        width, order = max(part.token_ids.shape[1] for part in parts), with_rows(len(self.token_ids), places)
+
+        def rows(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            missing = [(*[0, 0] * (each.dim() - 2), 0, width - each.shape[1]) for each in values]
+            padded = [torch.nn.functional.pad(each, pad) for each, pad in zip(values, missing, strict=True)]
+            return torch.cat(padded)[from_host(order, values[0].device)]
+
+        known = [count for part in parts for count in part.num_committed]
+        return replace(
+            self,
+            token_ids=rows("token_ids"),
+            features=None if self.features is None else rows("features"),
+            position_ids=rows("position_ids"),
+            valid=rows("valid"),
+            counts=Counts.of([known[row] for row in order], self.counts.tensor.device),
+            tree=None,
+            path=None,
+            tokens=[],
+        )
 
     def aligned(self) -> Committed:
         """With the valid entries of each row in front, in order, and features of 0 behind them."""

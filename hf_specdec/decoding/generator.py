@@ -33,12 +33,14 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
             loop may then call it before the host has read the last verdict; `sequences`, `lengths` and `active` of the
             context are then one or two rounds old.
         reads_cache: whether it drafts from the target's own cache.
+        joins_rows: whether `join` is implemented.
         assisted: its state in transformers' own loop (`AssistedChains`); None in ours.
     """
 
     drops_rows: bool = False
     drafts_early: bool = False
     reads_cache: bool = False
+    joins_rows: bool = False
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (transformers only reads it; features come from taps)
     assisted: Any = None
@@ -71,6 +73,19 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
         """Continues with these rows only, in this order: the others have finished. Called between rounds.
 
         Called only if `drops_rows`. Otherwise finished rows stay in the batch and are still computed.
+        """
+
+    def why_apart(self) -> str | None:
+        """After the target's prefill: why its row cannot share rounds with rows of other calls; None if it can."""
+        return None if self.joins_rows else f"{type(self).__name__} drafts for the rows of one call"
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        """The rows of others take these places; called between rounds, and only if `joins_rows`.
+
+        Args:
+            others: generators of the same drafter with one row each, which have drafted once, and observed a round that
+                kept nothing. They must not be used afterwards.
+            places: rows that have ended, or further rows, see `state.with_rows`.
         """
 
     def close(self) -> None:

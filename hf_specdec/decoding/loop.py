@@ -21,8 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.decoding import upstream
 from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
-from hf_specdec.decoding.exchange import ChoiceRule, Committed, DraftContext
+from hf_specdec.decoding.exchange import GREEDY, ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.noise import PositionNoise
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
@@ -33,7 +34,7 @@ from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.targets.modules import num_tokens
-from hf_specdec.decoding.targets.support import keeps_states
+from hf_specdec.decoding.targets.support import TreesRefusedError, keeps_states
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.decoding.user_code import user_code
 
@@ -113,6 +114,7 @@ class SpeculativeDecoding:
         stats.lossless = relaxed is None
         self.choice = ChoiceRule.of(do_sample, logits_processor)
         self.vocab_size = num_tokens(target.model)
+        self.joins_others = False  # whether it is a row among those of other calls
         self.unread: VerifiedRound | None = None
         self.kept: list[int] = []  # tokens that each row of the batch kept in the last round that was read
         self.nan_rows: list[bool] | None = None  # remaining rows with NaN logits at the root; None if there are none
@@ -146,8 +148,7 @@ class SpeculativeDecoding:
                     self.generator.count(self.stats)
                     self.stats.report_fallback_rounds()
             finally:
-                self.generator.close()
-                self.target.close()
+                self.close()
                 self.stats.total_time_s = time.perf_counter() - self.started
         if not self.config.return_dict_in_generate:
             return output_ids
@@ -158,12 +159,49 @@ class SpeculativeDecoding:
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
 
-    def prefill(self) -> None:
-        """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root."""
+    @torch.no_grad()
+    def begin_row(self, seed: int | None) -> None:
+        """Runs the prompt of one row, so that it can join the rounds of others (`shared.py`) if it has not ended.
+
+        Args:
+            seed: of its noise if it samples; None for torch's default generator.
+
+        Raises:
+            TreesRefusedError: the row cannot share rounds.
+        """
+        self.joins_others = True
+        if seed is not None and self.config.do_sample:
+            self.acceptor.noise = PositionNoise(1, self.sequences.ids.device, seed)
+        with torch.cuda.device_of(self.sequences.ids):
+            with self.target.tapping():
+                prompt = self.prefill()
+            if not self.sequences.done:  # the drafter reads the prompt, and this draft is dropped
+                self.generator.draft(replace(self.context(), choice=GREEDY))
+                self.generator.observe(Committed.of_nothing(prompt, self.state))
+
+    def accept_row(self, tree: DraftTree, output: TargetOutput) -> Verdict:
+        """Accepts and reads a round of one row, which was verified with rows of other calls."""
+        verdict = self.acceptor(tree, output.logits, self.sequences, states=output.states)
+        self.read(VerifiedRound(tree, output, verdict))
+        return verdict
+
+    def close(self) -> None:
+        """Ends the call, also after an error."""
+        self.generator.close()
+        self.target.close()
+
+    def prefill(self) -> Committed:
+        """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root.
+
+        Returns:
+            What the generator observed.
+        """
         sequences, target = self.sequences, self.target
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
+        if self.joins_others and (reason := target.why_apart() or self.generator.why_apart()):
+            raise TreesRefusedError(reason)
         self.stats.has_begun = True
         tree = DraftTree.root_only(self.state.root_ids)
         tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
@@ -173,8 +211,10 @@ class SpeculativeDecoding:
         new = min(self.config.max_length - sequences.prompt_length, 4096)
         target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
-        self.generator.observe(Committed.of_prompt(prompt, target, output))
+        committed = Committed.of_prompt(prompt, target, output)
+        self.generator.observe(committed)
         self.stats.lap("prefill")
+        return committed
 
     def round(self) -> None:
         """Draft, verify, accept, commit. The host reads the verdict at once or up to a round later (`lag`)."""
@@ -233,8 +273,20 @@ class SpeculativeDecoding:
 
     def draft(self) -> DraftTree:
         """The tree of this round: drafted as the policy decides, and cut to the nodes that the target can verify."""
+        sequences, context = self.sequences, self.context()
+        self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
+        with inference_on_cpu(sequences.ids.device), self.packed:
+            tree = self.policy.draft(self.generator, context)
+            self.stats.lap("draft")
+            tree = tree.to(sequences.ids.device).within_vocabulary(self.vocab_size)  # a drafter may have its own device
+            tree = self.target.verifiable_part(tree, self.state.root_positions)
+        self.stats.lap("tree")
+        return tree
+
+    def context(self) -> DraftContext:
+        """Where the next round starts."""
         sequences = self.sequences
-        context = DraftContext(
+        return DraftContext(
             root_ids=self.state.root_ids,
             root_positions=self.state.root_positions,
             sequences=sequences.remaining_ids,
@@ -244,14 +296,6 @@ class SpeculativeDecoding:
             read_texts=lambda: sequences.of_remaining(sequences.texts),
             lap=self.stats.lap,
         )
-        self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
-        with inference_on_cpu(sequences.ids.device), self.packed:
-            tree = self.policy.draft(self.generator, context)
-            self.stats.lap("draft")
-            tree = tree.to(sequences.ids.device).within_vocabulary(self.vocab_size)  # a drafter may have its own device
-            tree = self.target.verifiable_part(tree, self.state.root_positions)
-        self.stats.lap("tree")
-        return tree
 
     def commit(self, verified: VerifiedRound) -> None:
         """Commits root and accepted nodes to the target's cache, and reports them to the generator."""

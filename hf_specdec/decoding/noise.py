@@ -26,19 +26,21 @@ STEP, FIRST_FACTOR, SECOND_FACTOR = (
 
 
 class PositionNoise:
-    """The noise of one call. Its seed is drawn from torch's default generator: one number, however long the text is.
+    """The noise of one call. It draws one number from a generator, however long the text is.
 
     Args:
         rows: number of rows.
         device: of the logits.
+        seed: of the generator; None for torch's default generator.
 
     Attributes:
         position: [rows] int64, tokens that each row has chosen so far.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        seed = torch.empty(1, dtype=torch.int64, device=device).random_()
-        self._rows = _hash(seed + STEP * torch.arange(1, rows + 1, device=device))
+    def __init__(self, rows: int, device: torch.device, seed: int | None = None) -> None:
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        number = torch.empty(1, dtype=torch.int64, device=device).random_(generator=generator)
+        self._rows = _hash(number + STEP * torch.arange(1, rows + 1, device=device))
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)
         self.position = torch.zeros(rows, dtype=torch.int64, device=device)
 

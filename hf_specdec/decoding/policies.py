@@ -341,6 +341,9 @@ class DraftingPolicy(Observer):
     def exclude(self, seconds: float) -> None:
         """Called with a time since the latest draft that is not a part of its round."""
 
+    def end_round(self) -> None:
+        """Called when the latest round has ended, before another policy decides on the next ones."""
+
     def _up_to_uncertain(self, tree: DraftTree, generator: TreeCandidateGenerator, least_prob: float) -> DraftTree:
         """Whether a node is dropped depends on its ancestors only, so sampled drafts keep their distributions."""
         if tree.draft_probs is not None:
@@ -392,12 +395,10 @@ class AutoBudget(DraftingPolicy):
         return self.knowledge.pauses.drafting and self.knowledge.first_size != 0
 
     def choose(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
-        now = time.perf_counter()
-        if len(self._read) == 1:  # of several, the time of each is unknown
-            self.note(*self._read[0], now - self._began)
+        self.end_round()
         if self._fewer_rows:  # a smaller batch has other times: try drafting
             self.knowledge.pauses.resume()
-        self._began, self._read, self._fewer_rows = now, [], False
+        self._began, self._fewer_rows = time.perf_counter(), False
         self._decisions.append(drafting := self.drafting)
         if not drafting:
             self.stats.num_undrafted_steps += sum(context.active)
@@ -418,6 +419,11 @@ class AutoBudget(DraftingPolicy):
 
     def exclude(self, seconds: float) -> None:
         self._began += seconds
+
+    def end_round(self) -> None:
+        if len(self._read) == 1:  # of several, the time of each is unknown
+            self.note(*self._read[0], time.perf_counter() - self._began)
+        self._read = []
 
     @property
     def node_limit(self) -> int:

@@ -76,6 +76,26 @@ class _Sum(Counts):
         return None if None in known else [sum(numbers) for numbers in zip(*known, strict=True)]
 
 
+def with_rows(batch: int, places: Sequence[int]) -> list[int]:
+    """Where each row comes from when new rows take `places`: an index among the batch's rows, followed by the new ones.
+
+    Places from `batch` on, without gaps, are further rows.
+
+    Examples:
+        >>> with_rows(3, [1, 3])
+        [0, 3, 2, 4]
+    """
+    order = [*range(max(batch, *(place + 1 for place in places)))]
+    for number, place in enumerate(places):
+        order[place] = batch + number
+    return order
+
+
+def joined(own: Tensor, new: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """[batch, ...] with new rows, [1, ...] each, at `places`, see `with_rows`."""
+    return torch.cat([own, *new])[from_host(with_rows(len(own), places), own.device)]
+
+
 @dataclass
 class RoundState:
     """The remaining rows at the start of a round, on the device.
@@ -103,3 +123,10 @@ class RoundState:
         """Selects rows."""
         index = from_host(rows, self.root_ids.device)
         return RoundState(self.root_ids[index], self.root_positions[index])
+
+    def joined(self, others: Sequence[RoundState], places: Sequence[int]) -> RoundState:
+        """With the rows of others at `places`."""
+        return RoundState(
+            joined(self.root_ids, [other.root_ids for other in others], places),
+            joined(self.root_positions, [other.root_positions for other in others], places),
+        )

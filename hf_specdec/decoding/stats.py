@@ -234,6 +234,12 @@ class SpeculationStats(Observer):
                 self.num_plain_steps += not host.finite[index]
                 self.num_nan_steps += not host.finite[index] and host.nan[index]
 
+    def add_row(self, other: SpeculationStats) -> None:
+        """Adds the rounds of a row, which has counted them itself."""
+        self.per_step_accepted += other.per_step_accepted
+        for name in ("num_draft_tokens", "num_plain_steps", "num_nan_steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def count_target(self, target: TargetModel) -> None:
         """Copies the target's counts of forwards and layers."""
         self.num_target_forwards, self.num_layers_run = target.num_forwards, target.num_layers_run

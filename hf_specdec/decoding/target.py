@@ -34,7 +34,7 @@ from hf_specdec.decoding.speed.cuda_graphs import (
 )
 from hf_specdec.decoding.speed.same_bits import most_rows
 from hf_specdec.decoding.speed.static_verify import capacity_for, static_verify
-from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.state import Counts, joined
 from hf_specdec.decoding.targets import places, standins
 from hf_specdec.decoding.targets.attention import tree_attention, usable
 from hf_specdec.decoding.targets.masks import node_mask, ranges_of, whole_prefix_mask
@@ -378,6 +378,24 @@ class TargetModel:
         self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[selected]
         self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[selected]
         self.step = self.step.of_rows(selected)
+
+    def why_apart(self) -> str | None:
+        """After a prefill of one row: why it cannot share rounds with rows of other calls; None if it can."""
+        name = type(self.model).__name__
+        if self.prompt_mask is not None:
+            return "its prompt is padded"
+        if not self.step.is_plain:
+            return f"{name} gets further arguments in every step of it"
+        if self.rotary_limits or standins.names_of(self.model) & standins.OF_ONE_ROW:
+            return f"rows of {name} depend on the length of the others, by its position biases or its rotary limit"
+        return None
+
+    def join(self, others: Sequence[TargetModel], places: Sequence[int]) -> None:
+        """The rows of others, of one row each, take these places, see `state.with_rows`; for none is `why_apart`."""
+        self.cache.join([other.cache for other in others], places)
+        self.position_offset = joined(self.position_offset, [other.position_offset for other in others], places)
+        self.prompt_starts = torch.zeros_like(self.position_offset)
+        self.last_entry = max(self.last_entry, *(other.last_entry for other in others))
 
     def restore_rows(self) -> None:
         """Restores the rows that `keep_rows` has stored."""

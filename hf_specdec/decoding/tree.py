@@ -272,6 +272,10 @@ class DraftTree:
         index = from_host(rows, self.token_ids.device)
         return self._changed(lambda part: part[index])
 
+    def of_row(self, row: int) -> DraftTree:
+        """Selects one row, without a copy."""
+        return self._changed(lambda part: part[row : row + 1])
+
     def to(self, device: torch.device) -> DraftTree:
         """The same tree on another device; from host memory it comes without a device sync."""
         own = self.token_ids.device

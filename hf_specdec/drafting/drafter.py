@@ -272,6 +272,10 @@ class BlockMarginals(ABC):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Selects these rows, in this order, and drops all others."""
 
+    @abstractmethod
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        """See `TreeCandidateGenerator.join`."""
+
     def close(self) -> None:
         """Ends the call; the next call may then reuse the captured computations."""
         if self.calls is not None:
@@ -288,7 +292,7 @@ class MarginalsGenerator(TreeCandidateGenerator):
         logits: [batch, depth, vocab] float32, the marginals of the latest round, in the columns of the target's logits.
     """
 
-    drops_rows = True
+    drops_rows = joins_rows = True
     logits: Tensor
     vocabulary: TargetVocabularyLogitsProcessor
 
@@ -314,6 +318,9 @@ class MarginalsGenerator(TreeCandidateGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        self.source.join([other.source for other in others], places)
 
     def close(self) -> None:
         self.source.close()

@@ -21,6 +21,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.speed.cuda_graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.speed.static_verify import capacity_for
+from hf_specdec.decoding.state import joined
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import from_host, pick
 
@@ -127,6 +128,10 @@ class LastStates:
         """See `TreeCandidateGenerator.keep_rows`."""
         self.last_states = self.last_states[from_host(rows, self.last_states.device)]
 
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        """See `TreeCandidateGenerator.join`."""
+        self.last_states = joined(self.last_states, [other.last_states for other in others], places)
+
 
 class CommittedReader:
     """Reads committed tokens with a drafter; subclasses draft.
@@ -181,6 +186,14 @@ class CommittedReader:
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
         index = from_host(rows, self.device)
         self.last = tuple(part[index] for part in self.last)
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        """See `TreeCandidateGenerator.join`."""
+        assert self.pending is not None, "a round was observed since the last draft"
+        self.cache.join([other.cache for other in others], places)
+        self.pending = self.pending.joined([other.pending for other in others], places)
+        parts = zip(self.last, *(other.last for other in others), strict=True)
+        self.last = tuple(joined(own, new, places) for own, *new in parts)
 
     def close(self) -> None:
         """Ends the call; the next call may then reuse the captured computations."""

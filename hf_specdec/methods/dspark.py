@@ -334,7 +334,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         target: of the call.
     """
 
-    drops_rows = True
+    drops_rows = joins_rows = True
 
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
         super().__init__(drafter, target, states=True)

@@ -417,7 +417,7 @@ class Gemma4AssistantGenerator(LastStates, TreeCandidateGenerator):
         target: of the call.
     """
 
-    drops_rows = True
+    drops_rows = joins_rows = True
     reads_cache = True
 
     def __init__(self, drafter: Gemma4AssistantDrafter, target: TargetModel) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.state import with_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
@@ -85,7 +86,7 @@ class LookaheadDrafter(Drafter):
 class LookaheadGenerator(TreeCandidateGenerator):
     """The window and the pool of each row."""
 
-    drops_rows = True
+    drops_rows = joins_rows = True
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.window, self.guesses, self.depth = options.window, options.guesses, options.ngram - 1
@@ -159,6 +160,12 @@ class LookaheadGenerator(TreeCandidateGenerator):
             self.levels = [self.levels[row] for row in rows]
             self.pools = [self.pools[row] for row in rows]
             self.leaves = [self.leaves[row] for row in rows]
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        for name in ("levels", "pools", "leaves"):
+            own = getattr(self, name)
+            both = [*own, *(row for other in others for row in getattr(other, name))]
+            setattr(self, name, [both[row] for row in with_rows(len(own), places)])
 
 
 register(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.state import with_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
@@ -295,7 +296,7 @@ class RowText:
 class LookupGenerator(TreeCandidateGenerator):
     """Drafts from the text of each row, and from the outputs in `memory` if there is one, which it adds to."""
 
-    drops_rows = True
+    drops_rows = joins_rows = True
     rewinds = True
 
     def __init__(self, options: NGramOptions, memory: SuffixIndex | None) -> None:
@@ -313,6 +314,11 @@ class LookupGenerator(TreeCandidateGenerator):
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._remember(row for number, row in enumerate(self.rows) if number not in rows)
         self.rows = [self.rows[number] for number in rows]
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        self._remember(row for number, row in enumerate(self.rows) if number in places)
+        both = [*self.rows, *(row for other in others for row in other.rows)]
+        self.rows = [both[row] for row in with_rows(len(self.rows), places)]
 
     def close(self) -> None:
         self._remember(self.rows)

@@ -206,6 +206,7 @@ class MergedGenerator(TreeCandidateGenerator):
             start += count * width
         self.sources = [source.candidate_generator(target) for source in drafter.sources]
         self.drops_rows = all(source.drops_rows for source in self.sources)
+        self.joins_rows = all(source.joins_rows for source in self.sources)
         self.reads_cache = any(source.reads_cache for source in self.sources)
         self.trees: list[DraftTree | None] = [None for _ in self.sources]  # of the latest round; None if skipped
         # Expected accepted tokens before and after each source's draft.
@@ -330,6 +331,10 @@ class MergedGenerator(TreeCandidateGenerator):
     def keep_rows(self, rows: Sequence[int]) -> None:
         for source in self.sources:
             source.keep_rows(rows)
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        for index, source in enumerate(self.sources):
+            source.join([other.sources[index] for other in others], places)
 
     def count(self, stats: SpeculationStats) -> None:
         stats.by_source = dict(zip(self.names, self.counts, strict=True))

@@ -102,7 +102,7 @@ class TokenRecyclingDrafter(Drafter):
 class TokenRecyclingGenerator(TreeCandidateGenerator):
     """The tree of a call, filled in each round from the drafter's table."""
 
-    drops_rows = True
+    drops_rows = joins_rows = True
 
     def __init__(self, drafter: TokenRecyclingDrafter) -> None:
         self.drafter = drafter
@@ -164,6 +164,9 @@ class TokenRecyclingGenerator(TreeCandidateGenerator):
         self.drafter.table = self.table
 
     def keep_rows(self, rows: Sequence[int]) -> None:
+        """Rows have no state of their own."""
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
         """Rows have no state of their own."""
 
     def draft(self, context: DraftContext) -> DraftTree:

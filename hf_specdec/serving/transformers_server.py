@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Queue
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import load_drafter
 from hf_specdec.integration import attach
+from hf_specdec.many_prompts import Batch, Ended
 from hf_specdec.serving.engine import check_port
 from hf_specdec.serving.requests import CHAT, LOAD, RESPONSES, TEXT, why_refused
+
+AT_ONCE = 32  # requests in the batch; further ones wait
 
 
 def serve_with_transformers(
@@ -21,7 +32,8 @@ def serve_with_transformers(
 ) -> None:
     """Serves a target with a drafter until the process is interrupted.
 
-    Requests are decoded one after the other, each by `generate`. The pair stays: requests to unload the target or to
+    Requests that come at once are decoded in one batch (`many_prompts.py`), and each is answered as by its own call of
+    `generate`; a client that closes its stream frees its row. The pair stays: requests to unload the target or to
     load another one are refused, and so are those of which the server would ignore a part (`requests.py`). The `usage`
     of an answer counts its accepted and rejected draft tokens, under the names that OpenAI has for predicted outputs:
     `completion_tokens_details` with `accepted_prediction_tokens` and `rejected_prediction_tokens`.
@@ -59,15 +71,19 @@ def serve_with_transformers(
             (loaded,) = manager.loaded_models.values()
             loaded_drafter = load_drafter(drafter, loaded.model, **settings)
             attach(loaded.model, loaded_drafter)
+            rounds = BatchThread(loaded.model, loaded_drafter)
             for handler in (self._chat_handler, self._completion_handler):
-                _report_drafts(handler, loaded_drafter)
+                _report_drafts(handler, rounds)
+            _share_rounds(self._response_handler, rounds)
             # The name that requests are compared with, and by which the loaded model is found.
             manager.force_model = name or target
-            manager.loaded_models = {manager.process_model_name(manager.force_model): loaded}
+            found = manager.process_model_name(manager.force_model)
+            manager.loaded_models = {found: loaded}
+            self._generation_state.get_manager(found)._thread = _Threads()
             _pin(self.server.config.app, manager.force_model, loaded.processor)
             print(
-                f"Serving {manager.force_model} with {drafter} at http://{host}:{port}/v1. Requests are answered one "
-                "after the other.",
+                f"Serving {manager.force_model} with {drafter} at http://{host}:{port}/v1. Up to {AT_ONCE} requests "
+                "at once share a batch.",
                 file=sys.stderr,
             )
             self.server.run()
@@ -117,53 +133,123 @@ def _pin(app: Any, name: str, processor: Any) -> None:
             return refused(400, f"The chat template of {name} refuses these messages: {error}")
 
 
-class _Counted:
-    """A target as the handler of one request sees it: `generate` keeps the counts of that call."""
+class _Row:
+    """A target as the handler of one request sees it: `generate` is a row of the batch, whose counts it keeps."""
 
-    def __init__(self, model: Any, drafter: Drafter) -> None:
-        self.model, self.drafter = model, drafter
+    def __init__(self, model: Any, rounds: BatchThread) -> None:
+        self.model, self.rounds = model, rounds
+        # The handler has just given torch's generator the seed of the request, if it has one.
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())
         self.details: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
-        self.drafter.stats = None  # it stays None if the call is decoded plainly
+    def generate(self, *, streamer: Any = None, **arguments: Any) -> Any:
         if streamer is None:
-            output = self.model.generate(*args, **kwargs)
-            self.count()
-            return output
-        end = streamer.end
+            ended = self.rounds.decoded(seed=self.seed, **arguments)
+            self.count(ended.stats)
+        else:
+            end = streamer.end
 
-        def count_and_end() -> None:  # after the end, another thread sends the last chunk at once
-            self.count()
-            end()
+            def count_and_end() -> None:  # after the end, another thread sends the last chunk at once
+                self.count(self.rounds.drafter.stats)
+                end()
 
-        streamer.end = count_and_end
-        return self.model.generate(*args, streamer=streamer, **kwargs)
+            streamer.end = count_and_end
+            ended = self.rounds.decoded(seed=self.seed, streamer=streamer, **arguments)
+        if isinstance(ended.result, Exception):
+            raise ended.result
+        return ended.result
 
-    def count(self) -> None:
-        stats = self.drafter.stats
+    def count(self, stats: SpeculationStats | None) -> None:
         accepted, drafted = (stats.num_accepted_draft_tokens, stats.num_draft_tokens) if stats else (0, 0)
         self.details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
-def _report_drafts(handler: Any, drafter: Drafter) -> None:
-    """Makes a handler of transformers' server report the drafts of each answer in its `usage`."""
+class BatchThread:
+    """Decodes the requests of all threads in one batch, in a thread of its own.
+
+    Args:
+        model: the target, with the drafter attached.
+        drafter: for all requests.
+    """
+
+    def __init__(self, model: Any, drafter: Drafter) -> None:
+        self.model, self.drafter = model, drafter
+        self.requests: Queue[tuple[Future[Ended], dict[str, Any]]] = Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def decoded(self, **arguments: Any) -> Ended:
+        """Waits for the end of a prompt with these arguments of `generate`."""
+        done: Future[Ended] = Future()
+        self.requests.put((done, arguments))
+        return done.result()
+
+    def _run(self) -> None:
+        while True:
+            batch = Batch(self.model, self.drafter, AT_ONCE, None, {})
+            try:
+                while True:
+                    if batch.has_room and not (batch.num_rows and self.requests.empty()):
+                        batch.add(*self.requests.get())
+                    else:
+                        batch.round()
+                    for ended in batch.take_ended():
+                        ended.key.set_result(ended)
+            except Exception as error:  # of the shared forward, such as a lack of memory
+                for done in batch.keys:
+                    done.set_result(Ended(done, error, None))
+                batch.close()
+
+
+class _Threads:
+    """In the place of transformers' one thread of a model: each request waits for its row in a thread of its own."""
+
+    def submit(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                done.set_result(run(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return done
+
+    def async_submit(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        return asyncio.wrap_future(self.submit(run, *args, **kwargs))
+
+
+def _share_rounds(handler: Any, rounds: BatchThread) -> None:
+    """Makes a handler of transformers' server decode its requests in the batch."""
+    whole, stream = handler._non_streaming, handler._streaming
+    handler._non_streaming = lambda request_id, model, *args, **kwargs: whole(
+        request_id, _Row(model, rounds), *args, **kwargs
+    )
+    handler._streaming = lambda request_id, model, *args, **kwargs: stream(
+        request_id, _Row(model, rounds), *args, **kwargs
+    )
+
+
+def _report_drafts(handler: Any, rounds: BatchThread) -> None:
+    """Makes a handler decode its requests in the batch, and report the drafts of each answer in its `usage`."""
     from fastapi.responses import JSONResponse
     from openai.types.completion_usage import CompletionTokensDetails
 
     whole, stream, chunk_of = handler._non_streaming, handler._streaming, handler._build_chunk_sse
-    streamed: WeakValueDictionary[str, _Counted] = WeakValueDictionary()  # by request
+    streamed: WeakValueDictionary[str, _Row] = WeakValueDictionary()  # by request
 
     async def answer(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-        counted = _Counted(model, drafter)
+        counted = _Row(model, rounds)
         content = json.loads((await whole(request_id, counted, *args, **kwargs)).body)
         content["usage"]["completion_tokens_details"] = counted.details
         return JSONResponse(content)
 
     def start_stream(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-        counted = streamed[request_id] = _Counted(model, drafter)
+        counted = streamed[request_id] = _Row(model, rounds)
         response = stream(request_id, counted, *args, **kwargs)
         response.counted = counted  # kept as long as it is sent
         return response

@@ -11,15 +11,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec import attach
 from hf_specdec.cli import main
+from hf_specdec.decoding.shared import SharedRounds
+from hf_specdec.many_prompts import Ended
+from hf_specdec.serving.transformers_server import BatchThread
 from tests.method_table import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 
@@ -81,7 +86,7 @@ def client(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     assert said.splitlines()[-1] == "hf-specdec: stopped"
     assert "Traceback" not in said
     where = f"http://127.0.0.1:{port}/v1"
-    assert f"Serving pair with {pair[1]} at {where}. Requests are answered one after the other." in said
+    assert f"Serving pair with {pair[1]} at {where}. Up to 32 requests at once share a batch." in said
 
 
 def settings(pair: list[str], question: str, **others: Any) -> dict[str, Any]:
@@ -205,6 +210,46 @@ def test_several_at_once_and_clients_that_go_away(client: Any, pair: list[str], 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(ask, range(32)))
     assert answers == [plain(target, question) for question in questions]
+
+
+def test_requests_at_once_share_rounds_and_keep_their_seeds(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, joined = make_ddtree(target), []
+    join = SharedRounds.join
+
+    def watched(self: SharedRounds, new: Any) -> None:
+        join(self, new)
+        joined.append(self.num_running)
+
+    monkeypatch.setattr(SharedRounds, "join", watched)
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+    others = [{"input_ids": [5, 6 + number], "seed": number, **sampled} for number in range(3)]
+
+    class First(BaseStreamer):
+        """While this row is decoded, the other requests come."""
+
+        def __init__(self) -> None:
+            self.waiting: list[Future[Ended]] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.waiting:
+                self.waiting = [Future() for _ in others]
+                for request in zip(self.waiting, others, strict=True):
+                    rounds.requests.put(request)
+
+        def end(self) -> None:
+            """Nothing waits for it."""
+
+    with attach(target, drafter):
+        rounds, first = BatchThread(target, drafter), First()
+        alone = [rounds.decoded(**request).result for request in others]
+        assert not joined
+        rounds.decoded(input_ids=[9, 8, 7], max_new_tokens=NEW, streamer=first, do_sample=False)
+        together = [done.result(60).result for done in first.waiting]
+    assert max(joined) == 4
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the message names the system's error")

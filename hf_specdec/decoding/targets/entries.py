@@ -270,6 +270,14 @@ class Entries:
         """A copy of a row's content, for `put_rows`."""
         return [[getattr(layer, name)[row, :, :length].clone() for name in layer.names] for layer in self.layers]
 
+    def replace_row(self, row: int, saved: list[list[Tensor]]) -> None:
+        """Writes what `take_row` has saved in the place of a row, with zeros behind it, where the row may hold NaN."""
+        for layer, parts in zip(self.layers, saved, strict=True):
+            for name, part in zip(layer.names, parts, strict=True):
+                stored, length = getattr(layer, name)[row], part.shape[1]
+                stored[:, :length] = part
+                stored[:, length:] = 0
+
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         """Continues with these rows only, in this order."""
         self._replace(longest, lambda stored, _: stored[from_host(rows, stored.device), :, :longest])

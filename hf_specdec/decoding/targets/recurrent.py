@@ -261,6 +261,12 @@ class Recurrent:
         self.apply_commit()
         return [[kind[index][row].clone() for kind, index in layer.states()] for layer in self.layers]
 
+    def replace_row(self, row: int, saved: list[list[Tensor]]) -> None:
+        self.apply_commit()
+        for layer, parts in zip(self.layers, saved, strict=True):
+            for (kind, index), part in zip(layer.states(), parts, strict=True):
+                kind[index] = kind[index].index_copy(0, from_host([row], part.device), part.unsqueeze(0))
+
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         self.apply_commit()
         for layer in self.layers:

@@ -7,7 +7,7 @@ import math
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         options: of this call.
     """
 
-    drops_rows = True
+    drops_rows = joins_rows = True
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
         self.drafter, self.target, self.options = drafter, target, options
@@ -81,10 +81,29 @@ class DraftModelGenerator(TreeCandidateGenerator):
             self.pending = committed
 
     def keep_rows(self, rows: Sequence[int]) -> None:
+        self.end_round()
         if self.num_prefilled:
-            if self.pending is not None:  # else the nodes of the latest round would be lost
-                self.keep_accepted(self.pending)
             self.drafter.keep_rows(rows, permanent=True)
+
+    def why_apart(self) -> str | None:
+        most = self.target.last_entry + 1
+        if self.num_positions is None or most + self.options.depth <= self.num_positions:
+            return None
+        return (
+            f"the draft model has {self.num_positions} positions, and this text may have {most} tokens, with up to "
+            f"{self.options.depth} drafted ones"
+        )
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        for each in (self, *others):
+            each.end_round()
+        self.drafter.join([other.drafter for other in others], places)
+        self.num_prefilled = 1  # no row has padding
+
+    def end_round(self) -> None:
+        """Commits what the latest round has kept."""
+        if self.num_prefilled and self.pending is not None:  # else the nodes of the latest round would be lost
+            self.keep_accepted(self.pending)
         self.pending, self.has_nodes = None, False
 
     def close(self) -> None:
@@ -287,11 +306,6 @@ class TreeGenerator(DraftModelGenerator):
         super().__init__(drafter, target, options)
         # [batch, nodes] of the latest tree: each node's index in the draft model's cache, -1 if it has not run it.
         self.cache_indices: Tensor
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        if self.num_prefilled:
-            self.cache_indices = self.cache_indices[from_host(rows, self.cache_indices.device)]
 
     def keep_accepted(self, committed: Committed) -> None:
         assert committed.path is not None

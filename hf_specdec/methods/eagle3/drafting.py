@@ -81,7 +81,7 @@ def _pairs(reader: PairReader, new: NewTokens, root_ids: Tensor, before: Tensor 
 class Eagle3Generator(PairReader, TreeCandidateGenerator):
     """Draft trees of an EAGLE-3 drafter: its nodes follow the pairs in the cache, and are dropped after the draft."""
 
-    drops_rows = True
+    drops_rows = joins_rows = True
 
     def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or one with its interface
         options = drafter.options

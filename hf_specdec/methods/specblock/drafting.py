@@ -312,7 +312,7 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
             each position attend to K entries of all earlier ones.
     """
 
-    drops_rows = True
+    drops_rows = joins_rows = True
     prompt_chunk = 1024
 
     def __init__(self, drafter: Any, target: TargetModel) -> None:
