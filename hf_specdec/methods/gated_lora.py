@@ -30,8 +30,8 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,7 +68,7 @@ from hf_specdec.drafting.shapes import check_shapes, way_out
 from hf_specdec.methods.dspark import MarkovHead
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
-from hf_specdec.training.options import Count, NotNegative, TrainOptions
+from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
@@ -137,8 +137,8 @@ class GatedLoraOptions(TreeOptions):
 
     Attributes:
         tree_budget: see `TreeOptions`.
-        masked_nodes: most nodes of a tree behind which masks run when it is verified. Each adds `num_masks` positions to
-            the forward. 0: masks run behind the root only, in a forward of their own.
+        masked_nodes: most nodes of a tree behind which masks run when it is verified. Each adds `num_masks` positions
+            to the forward. 0: masks run behind the root only, in a forward of their own.
     """
 
     method = "gated_lora"
@@ -169,9 +169,9 @@ class GatedLoraDrafter(PretrainedDrafter):
 
     Drafting options: `GatedLoraOptions`.
 
-    Relation to its siblings: like `medusa` and `dflash` it predicts several tokens at once, but all layers of the target
-    compute them, so a few megabytes suffice. Each mask costs as much as a token that the target verifies: this pays
-    where some tens of positions take as long as one, as on GPUs.
+    Relation to its siblings: like `medusa` and `dflash` it predicts several tokens at once, but all layers of the
+    target compute them, so a few megabytes suffice. Each mask costs as much as a token that the target verifies: this
+    pays where some tens of positions take as long as one, as on GPUs.
     """
 
     config_class = GatedLoraConfig
@@ -288,12 +288,12 @@ class GatedLoraDrafter(PretrainedDrafter):
             ) from error
 
     def card_facts(self) -> dict[str, str]:
-        config = self.config
+        config, projections = self.config, len(self.config.shapes())
         markov = f"; Markov head of rank {config.markov_rank}" if config.markov_rank else ""
         return {
             "Method": self.method,
             "Masks": f"{config.num_masks}{markov}",
-            "LoRA": f"rank {config.lora_rank}, on {len(config.shapes())} projections of {config.num_target_layers} layers",
+            "LoRA": f"rank {config.lora_rank}, on {projections} projections of {config.num_target_layers} layers",
         }
 
     # On disk.
@@ -551,7 +551,7 @@ class GatedLoraStep(TrainingStep):
         target: the frozen target it drafts for.
         num_anchors: tokens per row and step behind which masks run; fewer in rows with fewer candidates.
         loss: "ce" with the row's own tokens, or "kl", "tv", "lk" against the target's distributions.
-        gamma: decay length of the weights of later masks; None for equal weights.
+        gamma: see `position_weights`; for the masks behind a token.
 
     Raises:
         ValueError: the drafter does not fit the target, or the target's head is not supported.
@@ -569,7 +569,8 @@ class GatedLoraStep(TrainingStep):
         super().__init__(drafter, target, loss)
         if not takes_positions(target):
             raise ValueError(f"Target {name_of(target)!r} takes no position_ids, so masks cannot get their positions.")
-        self.reader.read(torch.arange(1, 4, device=home_of(target.get_input_embeddings())).unsqueeze(0))
+        if self.reader.wants_last_hidden:  # refuses heads whose logits it cannot compute
+            self.reader.read(torch.arange(1, 4, device=home_of(target.get_input_embeddings())).unsqueeze(0))
         # Keys and values of the rows are needed besides, so nothing of a row is kept on disk.
         self.reader = TargetReader(target, ())
         self.target = TargetModel(target)
@@ -618,7 +619,7 @@ class GatedLoraStep(TrainingStep):
         return torch.where(valid, first + torch.where(candidates > self.num_anchors, spread, order), 0), valid
 
     def run(self, model: nn.Module, input_ids: Tensor, anchors: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's last hidden states of the rows [batch, seq, hidden], and of masks [batch, anchors, masks, hidden].
+        """The target's last hidden states: of the rows, and of masks [batch, anchors, masks, hidden].
 
         Args:
             model: the drafter, or its wrapper in a distributed run.
@@ -749,7 +750,7 @@ def new_drafter(
     drafter.check_target(target)
     embeddings = target.get_input_embeddings()
     some = torch.arange(min(num_tokens(target), 4096), device=home_of(embeddings))
-    drafter.masks += embeddings(some).float().mean(0).to(drafter.masks.device)
+    drafter.masks.add_(embeddings(some).float().mean(0).to(drafter.masks.device))
     return drafter
 
 
@@ -761,18 +762,14 @@ class GatedLoraTrainOptions(TrainOptions):
     lora_rank: Count = HfArg(default=8, help="of the updates")
     markov_rank: int = HfArg(default=16, help="width of the head that reads the token before a draft; 0: none")
     anchors: Count = HfArg(default=64, help="tokens per row and step behind which masks run")
-    gamma: NotNegative = HfArg(default=4.0, help="weights exp(-(k-1)/gamma) of masks; 0: equal weights")
+    loss: LossName = HfArg(default="kl", help="ce with the tokens of the rows; the others with the target's probs")
 
 
 def _prepare(
     options: GatedLoraTrainOptions, target: PreTrainedModel, source: Source
 ) -> tuple[GatedLoraDrafter, GatedLoraStep]:
-    drafter = new_drafter(
-        target, num_masks=options.masks, lora_rank=options.lora_rank, markov_rank=options.markov_rank
-    )
-    step = GatedLoraStep(
-        drafter, target, num_anchors=options.anchors, loss=options.loss, gamma=options.gamma or None
-    )
+    drafter = new_drafter(target, num_masks=options.masks, lora_rank=options.lora_rank, markov_rank=options.markov_rank)
+    step = GatedLoraStep(drafter, target, num_anchors=options.anchors, loss=options.loss)
     return drafter, step
 
 
