@@ -161,7 +161,8 @@ class LowRank(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] on any device -> [..., out], in the drafter's dtype."""
         down, up = (weight.to(rows.device) for weight in (self.lora_A, self.lora_B))
-        return linear(linear(rows.to(down.dtype), down), up)
+        flat = rows.reshape(-1, rows.shape[-1])  # of a slice, torch would copy the weight, see `apply_head`
+        return linear(linear(flat.to(down.dtype), down), up).unflatten(0, rows.shape[:-1])
 
 
 class GatedLoraDrafter(PretrainedDrafter):
@@ -251,7 +252,7 @@ class GatedLoraDrafter(PretrainedDrafter):
             return logits
         bias = self.markov_head.markov_w2(self.markov_head.embed(previous_ids.to(self.device))).to(logits)
         columns = TargetVocabularyLogitsProcessor(logits.shape[-1])
-        return logits + columns(None, bias).clamp(min=torch.finfo(bias.dtype).min)
+        return logits + columns(None, bias)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return GatedLoraGenerator(self, target)
