@@ -236,8 +236,8 @@ class GatedLoraDrafter(PretrainedDrafter):
         def add(update: nn.Module, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if threading.get_ident() != thread:
                 return None
-            change = update(args[0][:, first:]).to(output.dtype)
-            return torch.cat([output[:, :first], output[:, first:] + change], 1) if first else output + change
+            output[:, first:] += update(args[0][:, first:]).to(output.dtype)
+            return output
 
         with ExitStack() as hooks:
             hooks.callback(model.get_input_embeddings().register_forward_hook(embed).remove)
