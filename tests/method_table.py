@@ -23,6 +23,8 @@ from hf_specdec.methods.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.methods.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.methods.eagle import EagleConfig, EagleDrafter
 from hf_specdec.methods.eagle3.network import Eagle3Drafter
+from hf_specdec.methods.gated_lora import GatedLoraDrafter
+from hf_specdec.methods.gated_lora import new_drafter as new_gated_lora
 from hf_specdec.methods.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter, storing_layers
 from hf_specdec.methods.lookahead import LookaheadDrafter
 from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter, SuffixIndex
@@ -372,6 +374,20 @@ def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_gated_lora(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> GatedLoraDrafter:
+    """Random masks and updates for `target`, with a Markov head; `settings` as for `make_dflash`."""
+    if keeps_states(target):
+        pytest.skip("masks would change recurrent states")
+    names = ("tree_budget", "masked_nodes")
+    options = {"tree_budget": 9, "masked_nodes": 3} | {name: settings.pop(name) for name in names if name in settings}
+    drafter = new_gated_lora(target, **{"num_masks": 3, "lora_rank": 2, "markov_rank": 4} | settings).eval()
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw).to(parameter.device)
+    drafter.set_options(**options)
+    return drafter
+
+
 def make_ssd(target: PreTrainedModel, **options: Any) -> Drafter:
     """A look-up that prepares its next drafts while the target verifies, in every round."""
     return SSDDrafter(make_rest(target), **{"tree_budget": 6, "trial": False, **options})
@@ -413,6 +429,7 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "causal_lm_tree": make_causal_lm,
     "eagle": make_eagle,
     "eagle3": make_eagle3,
+    "gated_lora": make_gated_lora,
     "gemma4_assistant": make_gemma4_assistant,
     "medusa": make_medusa,
     "medusa_static": make_medusa_static,
@@ -432,6 +449,6 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "eagle3_ssd": make_eagle3_ssd,
 }
 # Those whose drafts do not depend on what calls before, or other rows, were about.
-STEADY = [name for name in METHODS if not name.startswith(("merged", "token-recycling", "eagle3_ssd"))]
+STEADY = [name for name in METHODS if not name.startswith(("merged", "token-recycling", "eagle3_ssd", "gated"))]
 # Those that serve any target of the right shape, not one that they were made with.
 FREE = [name for name in METHODS if name != "mtp"]

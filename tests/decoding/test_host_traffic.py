@@ -29,10 +29,10 @@ from tests.targets import PROMPTS, fresh_target, make_target
 
 NEW = 8
 # Most waits in a round of methods whose drafts need the host, the read of the verdict included. Look-ahead reads what
-# the target says to its guesses, a merger and SSD the trees of networks, SpecBranch the class that H-RAD predicts. A
-# draft model's tree grows by as many nodes as the host chooses.
+# the target says to its guesses, a merger and SSD the trees of networks, SpecBranch the class that H-RAD predicts,
+# gated LoRA whether the last accepted nodes had masks. A draft model's tree grows by as many nodes as the host chooses.
 READS = {"lookahead": 2, "causal_lm_tree": 5, "merged": 2, "merged_three": 10, "specbound": 20, "specbranch": 2,
-         "causal_lm_ssd": 5, "eagle3_ssd": 2}  # fmt: skip
+         "causal_lm_ssd": 5, "eagle3_ssd": 2, "gated_lora": 2}  # fmt: skip
 # Most waits of the thread in which they draft: SpecBranch reads each forward, SSD the tree of each of four outcomes.
 BESIDE = {"specbranch": 8, "causal_lm_ssd": 16, "eagle3_ssd": 4}
 SHARING = ("mtp", "specbound")  # run layers of the target, on its device

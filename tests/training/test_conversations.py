@@ -49,6 +49,7 @@ SHAPES = {
     "causal_lm": ["--layers", "2", "--draft-vocab-size", "200"],
     "medusa": ["--heads", "2"],
     "parallel_heads": ["--heads", "2"],
+    "gated_lora": ["--masks", "2", "--lora-rank", "2", "--markov-rank", "4", "--anchors", "4"],
 }
 NEW_TOKENS = 12
 # Gloo's threads free tensors, which takes the GIL: one that runs when Python ends can abort its process.
