@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         "verify_lossless(model, drafter)",
     )
     _pair(verify)
-    verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
+    verify.add_argument("--prompt", type=_text, action="append", dest="prompts", help="text; may be repeated")
     verify.add_argument("--max-new-tokens", type=number(int, 1), default=48, help="default: %(default)s")
     verify.add_argument(
         "--max-time",
@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     _pair(generate)
     generate.add_argument(
         "--prompt",
+        type=_text,
         required=True,
         action="append",
         dest="prompts",
@@ -264,6 +265,13 @@ def number(kind: type[int] | type[float], least: int, most: float = sys.float_in
     return convert
 
 
+def _text(value: str) -> str:
+    """A `type` of argparse: Python keeps bytes of the command line that are not UTF-8 as half characters."""
+    if value != value.encode(errors="replace").decode():
+        raise argparse.ArgumentTypeError(f"{value!r} is not UTF-8: convert it first, for example with iconv")
+    return value
+
+
 def _overwriting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a drafter that the folder holds")
 
@@ -293,7 +301,7 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
 
 
 def _writing(parser: argparse.ArgumentParser, max_new_tokens: int, default_sampling: str) -> None:
-    parser.add_argument("--system", help="system message of the chat template")
+    parser.add_argument("--system", type=_text, help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=max_new_tokens, help="default: %(default)s")
     parser.add_argument(

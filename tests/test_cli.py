@@ -119,6 +119,15 @@ def test_quiet_leaves_out_progress_and_statistics_and_verbose_adds_tracebacks(
     logging.set_verbosity_warning()
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_bytes_of_the_command_line_that_are_not_utf8_are_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "target", "ngram", "--prompt", "caf", option, os.fsdecode(b"caf\xe9")])
+    assert f"argument {option}: 'caf\\udce9' is not UTF-8: convert it first" in capsys.readouterr().err
+
+
 def test_version_is_printed_by_the_package_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
