@@ -209,7 +209,7 @@ def load_drafter(
     if by_config is None or by_config.fields != reading.fields:  # the headers have changed a field
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
-    ignorable = re.compile("|".join(blueprint._keys_to_ignore_on_load_unexpected or ["$^"]))  # or none
+    ignorable = re.compile("|".join(blueprint._keys_to_ignore_on_load_unexpected))
     names = {theirs: ours for theirs, ours in reading.names.items() if not ignorable.search(ours)}
     stored = replace(reading, names=names).stored(headers)
     stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}

@@ -35,13 +35,13 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
-from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
+from hf_specdec.drafting.growth import Slots, conditional_tree
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import head_of_rows, known_ids
 from hf_specdec.hub.formats.base import (
@@ -333,8 +333,6 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         drafter: with its options.
         target: of the call.
     """
-
-    drops_rows = True
 
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
         super().__init__(drafter, target, states=True)

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import ALWAYS_DRAFTING, Drafter, WrappingDrafter, check_is_drafter
-from hf_specdec.drafting.growth import path_notes
 from hf_specdec.drafting.options import TreeOptions
 from hf_specdec.drafting.registry import Serving, register
 

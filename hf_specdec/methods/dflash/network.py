@@ -312,7 +312,6 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer, which is computed from the config.
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
     card_summary = (
         "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
         "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "

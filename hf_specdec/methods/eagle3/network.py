@@ -109,8 +109,6 @@ class Eagle3FirstLayer(nn.Module):
 class PairDrafter(PretrainedDrafter):
     """A drafter that `PairReader` can use: its forward runs over pairs of a token and the state before it."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
-
     @property
     def entry_shape(self) -> EntryShape:
         """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""

@@ -414,8 +414,6 @@ class EarlyExitGenerator(PendingGenerator):
         target: of the call.
     """
 
-    drops_rows = True
-
     def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
         super().__init__(target)
         self.drafter = drafter
