@@ -158,6 +158,7 @@ class PublishedDrafter(Drafter):
             ValueError: the measurements lack a field.
         """
         tags = [tags] if isinstance(tags, str) else tags
+        module = type(self).__module__
         return model_card(
             name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
             summary=self.card_summary,
@@ -170,6 +171,7 @@ class PublishedDrafter(Drafter):
             license=license,
             training=self.training_record,
             measurements=self.measurements,
+            module=None if module.startswith("hf_specdec.") else module,
         )
 
     @contextmanager

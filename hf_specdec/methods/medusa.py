@@ -221,7 +221,9 @@ class MedusaDrafter(PretrainedDrafter):
         }
 
     def check_target(self, model: PreTrainedModel) -> None:
-        check_shapes(self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
+        check_shapes(
+            self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size, may_exceed=True
+        )
 
 
 @torch.no_grad()

@@ -148,6 +148,7 @@ class ParallelHeadsDrafter(PairDrafter):
             model,
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
+            may_exceed=True,
             layers=self.feature_layers(model),
         )
 

@@ -449,6 +449,7 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
             model,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             num_layers=config.num_target_layers,
             layers=config.target_layer_ids,
             first_layer=-1,

@@ -240,6 +240,7 @@ class Eagle3Network(MappedVocabulary, PairDrafter):
             hidden_size=config.target_hidden_size,
             embedding_size=None if config.own_embeddings else config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             layers=self.feature_layers(model),
             first_layer=-1,
             d2t=self.d2t if config.maps_vocabulary else None,

@@ -423,6 +423,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
             model,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             num_layers=config.num_target_layers,
             # Of a complete vocabulary, tokens that the target lacks are cut off.
             d2t=self.d2t if config.maps_vocabulary else None,
