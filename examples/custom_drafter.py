@@ -25,9 +25,9 @@ from hf_specdec.own_method import (
     PretrainedDrafter,
     Reading,
     Recipe,
+    RowSource,
     Section,
     Serving,
-    Source,
     StepOutput,
     TargetFields,
     TargetModel,
@@ -149,7 +149,7 @@ def make(target: PreTrainedModel) -> BigramDrafter:
     return BigramDrafter(BigramConfig(vocab_size=num_tokens(target)))
 
 
-def prepare(options: TrainOptions, target: PreTrainedModel, source: Source) -> tuple[BigramDrafter, BigramStep]:
+def prepare(options: TrainOptions, target: PreTrainedModel, source: RowSource) -> tuple[BigramDrafter, BigramStep]:
     """What `train --method bigram` trains, and how."""
     drafter = make(target)
     return drafter, BigramStep(drafter, target, options.loss)

@@ -24,14 +24,14 @@ from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 __all__ = [  # noqa: RUF022
     "BlockMarginals", "Committed", "CommittedReader", "DraftContext", "DraftTree", "Drafter", "DrafterOptions",
     "FeatureFields", "Format", "Headers", "LastStates", "LossName", "MARGINAL_METHODS", "MarginalsGenerator",
-    "NewTokens", "NodeNotes", "OURS", "PretrainedDrafter", "Reading", "Recipe", "Rows", "Section", "Serving",
-    "ShapeOptions", "Source", "StepOutput", "TRANSFORMERS", "TargetFields", "TargetModel",
+    "NewTokens", "NodeNotes", "OURS", "PretrainedDrafter", "Reading", "Recipe", "RowSource", "Rows", "Section",
+    "Serving", "ShapeOptions", "StepOutput", "TRANSFORMERS", "TargetFields", "TargetModel",
     "TargetVocabularyLogitsProcessor", "TrainOptions", "TrainingStep", "TreeCandidateGenerator", "TreeOptions",
     "Unsupported", "apply_head", "best_tree", "check_shapes", "decoder_shape", "grow_levels", "load_drafter",
     "num_tokens", "path_notes", "position_losses", "register", "register_marginal_method", "register_recipe",

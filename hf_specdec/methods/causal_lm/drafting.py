@@ -191,7 +191,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         drafter.begin_rounds(room)
 
 
-class ChainGenerator(DraftModelGenerator):
+class DraftModelChain(DraftModelGenerator):
     """One path: the likeliest tokens, or drawn ones with their distribution if the call samples and `sample_drafts`."""
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
@@ -274,7 +274,7 @@ class ChainGenerator(DraftModelGenerator):
         return NodeNotes(probs, tree.depths)  # one forward per token
 
 
-class TreeGenerator(DraftModelGenerator):
+class DraftModelTree(DraftModelGenerator):
     """The likeliest `tree_budget` paths, found by expanding the best `top_k` nodes of each level.
 
     A path's probability is the product of its tokens', so no node is likelier than its parent. A node that is not among

@@ -33,11 +33,11 @@ from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.dflash.drafting import DFlashMarginals
 
 
-def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
+def dflash_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
     """Evenly spaced target layers, for checkpoints that list none.
 
     Examples:
-        >>> default_target_layer_ids(5, 36)
+        >>> dflash_layer_ids(5, 36)
         [1, 9, 17, 25, 33]
     """
     if num_taps == 1:
@@ -147,7 +147,7 @@ class DFlashConfig(TargetFields, Qwen3Config):
         explicit = self.dflash_config.get("target_layer_ids")
         if explicit:
             return explicit
-        return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+        return dflash_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
     def first_slot(self) -> int:
