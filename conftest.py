@@ -16,6 +16,7 @@ COMBINATIONS = 2  # runs only so many
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run slow tests, and all combinations of parameters")
+    parser.addoption("--method", help="a file with a method of your own: -k with its name runs the shared tests of it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,7 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("exhaustive") or any("::" in argument for argument in config.args):
+    if (
+        config.getoption("exhaustive")
+        or config.getoption("method")
+        or any("::" in argument for argument in config.args)
+    ):
         return
     tests = defaultdict(list)
     for item in items:

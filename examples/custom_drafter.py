@@ -7,7 +7,7 @@ library verifies, accepts and commits. Run it:
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,26 +16,37 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdec import (
+from hf_specdec.own_method import (
+    TRANSFORMERS,
     DraftContext,
-    DrafterOptions,
     DraftTree,
+    Format,
+    Headers,
+    PretrainedDrafter,
+    Reading,
+    Recipe,
+    RowSource,
+    Section,
     Serving,
+    StepOutput,
+    TargetFields,
     TargetModel,
+    TargetVocabularyLogitsProcessor,
+    TrainingStep,
+    TrainOptions,
     TreeCandidateGenerator,
+    TreeOptions,
+    best_tree,
+    check_shapes,
+    grow_levels,
     load_drafter,
+    num_tokens,
+    position_losses,
     register,
+    register_recipe,
 )
-from hf_specdec.drafting.config import TargetFields
-from hf_specdec.drafting.shapes import check_shapes
-from hf_specdec.hub.formats.base import Format, Headers, Reading
-from hf_specdec.hub.formats.keys import TRANSFORMERS, Section
-from hf_specdec.hub.pretrained import PretrainedDrafter
-from hf_specdec.training.losses import position_losses
-from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.recipe import Recipe, register_recipe
-from hf_specdec.training.source import Source
-from hf_specdec.training.step import StepOutput, TrainingStep
+
+WIDTH = 2  # tokens by which each node of a level is extended
 
 
 class BigramConfig(TargetFields):
@@ -48,15 +59,19 @@ class BigramConfig(TargetFields):
 
 
 @dataclass(slots=True, kw_only=True)
-class BigramOptions(DrafterOptions):
-    """`length`: tokens of a draft."""
+class BigramOptions(TreeOptions):
+    """Drafting options of a bigram table.
+
+    Attributes:
+        length: levels of the tree below the root.
+    """
 
     method = "bigram"
     length: int = 4
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter."""
-        DrafterOptions.validate(self, config)
+        TreeOptions.validate(self, config)
         self.check_integers(length=64)
 
 
@@ -73,29 +88,39 @@ class BigramDrafter(PretrainedDrafter):
         self.post_init()
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[...] int64 -> [..., vocab], logits of the next token."""
-        return self.outer(self.inner(token_ids))
+        """[...] int64 -> [..., vocab], logits of the next token; ids beyond the table are read as its last."""
+        return self.outer(self.inner(token_ids.clamp(max=self.config.vocab_size - 1)))
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if the vocabularies have different sizes."""
-        check_shapes(self, model, vocab_size=self.config.vocab_size)
+        """Raises ValueError if the vocabularies differ by more than padding and added tokens."""
+        check_shapes(self, model, vocab_size=self.config.vocab_size, may_exceed=True)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return BigramGenerator(self)
+        return BigramGenerator(self, target)
 
 
 class BigramGenerator(TreeCandidateGenerator):
     """Drafts in one call. Override `observe` to see what each round committed."""
 
-    def __init__(self, drafter: BigramDrafter) -> None:
+    def __init__(self, drafter: BigramDrafter, target: TargetModel) -> None:
         self.drafter = drafter
+        self.to_target = TargetVocabularyLogitsProcessor(num_tokens(target.model))
+
+    def next_logits(self, token_ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., vocab] float32; tokens that the target lacks are never drafted."""
+        return self.to_target(None, self.drafter(token_ids).float())
 
     @torch.no_grad()
     def draft(self, context: DraftContext) -> DraftTree:
-        chain = [context.root_ids.to(self.drafter.device)]
-        for _ in range(self.drafter.options.length):
-            chain.append(self.drafter(chain[-1]).argmax(-1))
-        return DraftTree.chain(torch.stack(chain, dim=1))
+        root_ids, depth = context.root_ids.to(self.drafter.device), self.drafter.options.length
+        levels = grow_levels(
+            self.next_logits(root_ids), lambda level, ids, above: self.next_logits(ids), depth, WIDTH, lambda ids: ids
+        )
+        budget = context.at_most(self.drafter.options.node_limit)
+        return best_tree(root_ids, *levels, depth=depth, budget=budget)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Nothing is kept of rows, so that finished ones may leave the batch."""
 
 
 def read_published(fields: dict[str, Any], stored: Headers | None) -> Reading:
@@ -119,9 +144,14 @@ class BigramStep(TrainingStep):
         return StepOutput(losses.mean(), (logits.argmax(-1) == next_ids).unsqueeze(-1), learned.unsqueeze(-1))
 
 
-def prepare(options: TrainOptions, target: PreTrainedModel, source: Source) -> tuple[BigramDrafter, BigramStep]:
+def make(target: PreTrainedModel) -> BigramDrafter:
+    """An untrained drafter for a target: for training, and for the library's tests (`pytest --method`)."""
+    return BigramDrafter(BigramConfig(vocab_size=num_tokens(target)))
+
+
+def prepare(options: TrainOptions, target: PreTrainedModel, source: RowSource) -> tuple[BigramDrafter, BigramStep]:
     """What `train --method bigram` trains, and how."""
-    drafter = BigramDrafter(BigramConfig(vocab_size=target.get_input_embeddings().num_embeddings))
+    drafter = make(target)
     return drafter, BigramStep(drafter, target, options.loss)
 
 
@@ -146,7 +176,7 @@ if __name__ == "__main__":
     tokenizer, model = (auto.from_pretrained(sys.argv[1]) for auto in (AutoTokenizer, AutoModelForCausalLM))
     inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
     text = model.generate(**inputs, max_new_tokens=48)
-    drafter = BigramDrafter(BigramConfig(vocab_size=model.get_input_embeddings().num_embeddings))
+    drafter = make(model)
     step = BigramStep(drafter, model, "kl")
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
     rows = {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}

@@ -186,14 +186,6 @@ def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(before)
 
 
-def assisted_loop() -> AbstractContextManager[None]:
-    """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
-    return _setting(_IN_ASSISTED_LOOP, True)
-
-
-_IN_ASSISTED_LOOP: ContextVar[bool] = ContextVar("in_assisted_loop", default=False)
-
-
 def observing(observer: Observer) -> AbstractContextManager[None]:
     """In this context, calls with a `Drafter` report their rounds to `observer`, too."""
     return _setting(_OBSERVERS, (*_OBSERVERS.get(), observer))
@@ -282,8 +274,6 @@ def _decode(
     assistant_model.check_pairing(self, input_ids)
     filled = caches_in(kwargs)
     try:
-        if _IN_ASSISTED_LOOP.get():
-            raise TreesRefusedError("assisted_loop() asks for chains")
         check_supported(self)
         hooked = check_hooks(self, len(input_ids))
         check_trees(self, padded=padded)

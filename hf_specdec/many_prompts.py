@@ -124,10 +124,14 @@ class _NoOptions(DrafterOptions):
 
 
 class _RootOnly(TreeCandidateGenerator):
-    drops_rows = joins_rows = True
-
     def draft(self, context: DraftContext) -> DraftTree:
         return DraftTree.root_only(context.root_ids)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """It keeps nothing of a row."""
+
+    def join(self, others: Sequence[Any], places: Sequence[int]) -> None:
+        """It keeps nothing of a row."""
 
 
 class Ended(NamedTuple):

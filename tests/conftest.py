@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import shutil
 import sys
@@ -22,8 +23,21 @@ import torch
 from torch import Tensor
 
 from hf_specdec.drafting.drafter import always_drafting
+from tests.method_table import FREE, METHODS, STEADY
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the method of `--method`, whose file has `make(target) -> Drafter`, under the name of the file."""
+    if file := config.getoption("method"):
+        name = Path(file).stem
+        sys.path.insert(0, str(Path(file).parent))  # its classes are pickled by the name of their module
+        METHODS[name] = importlib.import_module(name).make
+        STEADY.append(name)
+        FREE.append(name)
+
+
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 

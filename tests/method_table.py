@@ -30,7 +30,7 @@ from hf_specdec.methods.lookahead import LookaheadDrafter
 from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter, SuffixIndex
 from hf_specdec.methods.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.methods.merged import MergedDrafter
-from hf_specdec.methods.mtp import Layout, MTPDrafter
+from hf_specdec.methods.mtp import MTPDrafter, MTPLayout
 from hf_specdec.methods.parallel_heads import ParallelHeadsConfig, ParallelHeadsDrafter
 from hf_specdec.methods.peagle import PEagleDrafter
 from hf_specdec.methods.recycling import TokenRecyclingDrafter
@@ -203,7 +203,7 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     joined = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
     norms = {f"{name}.{key}": tensor.clone() for key, tensor in base.norm.state_dict().items() for name in "ehf"}
     tensors |= {"join.weight": joined, **norms}
-    layout = Layout("e", "h", "join", "f", ("layer.",), zero_first=True)
+    layout = MTPLayout("e", "h", "join", "f", ("layer.",), zero_first=True)
     return MTPDrafter(target, layout, tensors, **{"depth": 3, "top_k": 3, "tree_budget": 16, **options})
 
 

@@ -22,6 +22,7 @@ import hf_specdec
 from hf_specdec import attach, detach
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.drafter import Drafter
+from tests.chains import assisted_loop
 from tests.method_table import METHODS, make_ddtree, make_ngram
 from tests.targets import PROMPTS, fresh_target, tiny_tokenizer
 
@@ -392,5 +393,5 @@ def test_a_target_without_trees_decodes_with_chains_and_says_so() -> None:
     target = fresh_target("llama", "sdpa")
     drafter = make_ddtree(target)
     attach(target, drafter)
-    with hf_specdec.integration.assisted_loop(), pytest.warns(UserWarning, match="drafts chains"):
+    with assisted_loop(), pytest.warns(UserWarning, match="drafts chains"):
         assert drafts(target, drafter)

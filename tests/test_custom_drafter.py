@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, register, verify_lossless
 from hf_specdec.drafting import registry
+from hf_specdec.drafting.shapes import check_shapes
 from hf_specdec.training.losses import LOSS_NAMES, position_losses
 from hf_specdec.training.recipe import RECIPES
 from tests.decoding.test_assisted_loop import gpt_neo
@@ -143,3 +147,30 @@ def test_a_notebook_may_run_it_again(example: dict[str, Any]) -> None:
     again = runpy.run_path(str(EXAMPLE))
     assert registry.FAMILIES["bigram"].drafter is again["BigramDrafter"] is not example["BigramDrafter"]
     assert RECIPES["bigram"].prepare is again["prepare"]
+
+
+def test_the_card_says_which_module_registers_the_method(example: dict[str, Any], target: PreTrainedModel) -> None:
+    card = example["make"](target).model_card("owner/table").content
+    assert f"\nimport {example['BigramDrafter'].__module__}  # registers the method" in card
+    assert "by name alone" not in card
+
+
+def test_a_table_that_is_larger_than_the_targets_is_refused_unless_its_drafts_are_masked(
+    example: dict[str, Any], target: PreTrainedModel
+) -> None:
+    rows = target.get_input_embeddings().num_embeddings
+    drafter = example["BigramDrafter"](example["BigramConfig"](vocab_size=rows + 1))
+    drafter.check_target(target)
+    with pytest.raises(ValueError, match=f"has a vocabulary of {rows + 1}, but target .* has {rows} embeddings: it"):
+        check_shapes(drafter, target, vocab_size=rows + 1)
+
+
+@pytest.mark.slow
+def test_an_outside_method_takes_the_shared_tests() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--method", str(EXAMPLE)]
+    tests = ["tests/drafting", "tests/decoding/test_finished_rows.py", "tests/hub/test_saving.py"]
+    run = subprocess.run(
+        [*command, "-k", EXAMPLE.stem, *tests], cwd=EXAMPLE.parents[1], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", run.stdout)[0]) > 10

@@ -19,6 +19,7 @@ from hf_specdec import integration
 from hf_specdec.decoding.exchange import Committed
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.upstream import EXPECTED
+from tests.chains import assisted_loop
 from tests.method_table import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target, needs_own_adapters, tiny_tokenizer
@@ -353,7 +354,7 @@ class CommitObserver(Observer):
 
 
 @pytest.mark.filterwarnings("ignore:.*(In this call|decodes it plainly)")
-@pytest.mark.parametrize("loop", [nullcontext, integration.assisted_loop])
+@pytest.mark.parametrize("loop", [nullcontext, assisted_loop])
 def test_an_observer_is_given_the_committed_tokens_in_both_loops(
     loop: Callable[[], AbstractContextManager[None]],
 ) -> None:

@@ -23,7 +23,7 @@ from hf_specdec.decoding.targets.taps import decoder_layers
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, dflash_layer_ids
 from hf_specdec.methods.eagle3.network import Eagle3Config, Eagle3Drafter
 
 from .reference import HostTree
@@ -108,7 +108,7 @@ def counting_target(
 def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashConfig:
     """Config of a DFlash network for this target."""
     own = target.config
-    taps = default_target_layer_ids(layers, own.num_hidden_layers)
+    taps = dflash_layer_ids(layers, own.num_hidden_layers)
     return DFlashConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
         num_hidden_layers=layers, num_attention_heads=own.num_attention_heads,

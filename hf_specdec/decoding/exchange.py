@@ -303,3 +303,16 @@ class NodeNotes:
     probs: Tensor | None = None
     forwards: Tensor | None = None
     sources: list[list[str]] | None = None
+
+
+def path_notes(tree: DraftTree, forwards: Tensor | None = None) -> NodeNotes | None:
+    """The draft probabilities of a tree's nodes from its path scores; None if it has none, as without drafts.
+
+    Args:
+        tree: the latest one, or a part of it.
+        forwards: [batch, nodes] int64, see `NodeNotes`; None for one forward per level.
+    """
+    if tree.path_logprobs is None:
+        return None
+    above = tree.path_logprobs.gather(1, tree.parents.to(tree.path_logprobs.device).clamp(min=0))
+    return NodeNotes((tree.path_logprobs - above).exp(), tree.depths if forwards is None else forwards)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
@@ -28,22 +28,27 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
     """Drafts trees for one `generate` call.
 
     Attributes:
-        drops_rows: whether `keep_rows` is implemented.
+        drops_rows: whether `keep_rows` can be called: by default, whether it is implemented.
         drafts_early: whether `draft` depends only on `observe` and the roots, on the device, and samples nothing. The
             loop may then call it before the host has read the last verdict; `sequences`, `lengths` and `active` of the
             context are then one or two rounds old.
         reads_cache: whether it drafts from the target's own cache.
-        joins_rows: whether `join` is implemented.
+        joins_rows: whether `join` can be called: by default, whether it is implemented.
         assisted: its state in transformers' own loop (`AssistedChains`); None in ours.
     """
 
-    drops_rows: bool = False
+    drops_rows: bool
+    joins_rows: bool
     drafts_early: bool = False
     reads_cache: bool = False
-    joins_rows: bool = False
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (transformers only reads it; features come from taps)
     assisted: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.drops_rows = cls.keep_rows is not TreeCandidateGenerator.keep_rows
+        cls.joins_rows = cls.join is not TreeCandidateGenerator.join
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
@@ -66,8 +71,11 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
         """Adds the drafter's own counts to the statistics; called once, before `close`."""
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
-        """The drafter's notes on the nodes of `tree`, the last one it drafted; called only if a trace is recorded."""
-        return None
+        """The drafter's notes on the nodes of `tree`, the last one it drafted, for traces and thresholds.
+
+        The default has the probabilities of a tree with `path_logprobs`.
+        """
+        return path_notes(tree)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order: the others have finished. Called between rounds.

@@ -94,7 +94,7 @@ class RoundTimes:
         return mean_s - slope * mean_nodes, slope
 
 
-class Calibration:
+class AcceptanceCalibration:
     """How often drafts of a given probability are accepted, from recent rounds.
 
     A node counts as accepted with its whole path. Without observations, the drafter's probability is used.
@@ -233,7 +233,7 @@ class BudgetKnowledge:
 
     def __init__(self) -> None:
         self.times = RoundTimes()
-        self.calibration = Calibration()
+        self.calibration = AcceptanceCalibration()
         self.pauses = Pauses()
         self.sizes_to_try = list(FIRST_SIZES)
         self._first: list[tuple[float, float]] = []  # tokens and seconds of the first drafted rounds

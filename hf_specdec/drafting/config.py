@@ -53,11 +53,11 @@ class TargetFields(PreTrainedConfig):
                 raise ValueError(f"{name} is {value!r}{where}; it must be an integer of at least {least}.")
 
 
-def default_target_layer_ids(num_target_layers: int) -> list[int]:
+def eagle3_layer_ids(num_target_layers: int) -> list[int]:
     """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
 
     Examples:
-        >>> default_target_layer_ids(32)
+        >>> eagle3_layer_ids(32)
         [1, 15, 28]
     """
     # Targets with too few layers for three different ones occur only in tests.
@@ -72,7 +72,7 @@ class FeatureFields(TargetFields, LlamaConfig):
     Args:
         draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
         target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
-            first layer. None for `default_target_layer_ids` of the target.
+            first layer. None for `eagle3_layer_ids` of the target.
         target_hidden_size: the target's hidden size; None for `hidden_size`.
     """
 
@@ -108,4 +108,4 @@ class FeatureFields(TargetFields, LlamaConfig):
     def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The layers of a target that the drafter reads."""
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
-        return tuple(default_target_layer_ids(depth) if self.target_layer_ids is None else self.target_layer_ids)
+        return tuple(eagle3_layer_ids(depth) if self.target_layer_ids is None else self.target_layer_ids)

@@ -292,7 +292,6 @@ class MarginalsGenerator(TreeCandidateGenerator):
         logits: [batch, depth, vocab] float32, the marginals of the latest round, in the columns of the target's logits.
     """
 
-    drops_rows = joins_rows = True
     logits: Tensor
     vocabulary: TargetVocabularyLogitsProcessor
 

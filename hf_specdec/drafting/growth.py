@@ -436,7 +436,7 @@ class StaticTree:
         )
 
 
-_TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
+TREE_TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
 
 
 def captured_tree(
@@ -456,9 +456,9 @@ def captured_tree(
 
     def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
         tree = build(*values)
-        return tuple(getattr(tree, name) for name in _TENSORS)
+        return tuple(getattr(tree, name) for name in TREE_TENSORS)
 
-    parts: dict[str, Any] = dict(zip(_TENSORS, calls(("tree", budget, max_depth), tensors, *values), strict=True))
+    parts: dict[str, Any] = dict(zip(TREE_TENSORS, calls(("tree", budget, max_depth), tensors, *values), strict=True))
     return DraftTree(**parts, max_depth=max_depth)
 
 
@@ -473,16 +473,3 @@ def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
     token_ids = tree.token_ids.to(logits.device).clamp(0, logits.shape[-1] - 1)
     rows = torch.arange(len(indices), device=logits.device).unsqueeze(1)
     return NodeNotes(logits.softmax(-1)[rows, indices, token_ids], tree.depths.clamp(max=1))
-
-
-def path_notes(tree: DraftTree, forwards: Tensor | None = None) -> NodeNotes | None:
-    """The draft probabilities of a tree's nodes from its path scores; None if it has none, as without drafts.
-
-    Args:
-        tree: the latest one, or a part of it.
-        forwards: [batch, nodes] int64, see `NodeNotes`; None for one forward per level.
-    """
-    if tree.path_logprobs is None:
-        return None
-    above = tree.path_logprobs.gather(1, tree.parents.to(tree.path_logprobs.device).clamp(min=0))
-    return NodeNotes((tree.path_logprobs - above).exp(), tree.depths if forwards is None else forwards)

@@ -86,8 +86,8 @@ class Method:
     drafter: type[Any]
     origin: Origin = "checkpoint"
     load: Callable[..., Any] | None = None
-    of_target: Callable[..., Any] | None = None
-    in_target: Callable[[Collection[str], dict[str, Any]], str | None] | None = None
+    of_target: Callable[..., Any] = lambda target, source, **options: None
+    in_target: Callable[[Collection[str], dict[str, Any]], str | None] = lambda names, fields: None
     layouts: tuple[Any, ...] = ()
     not_read: tuple[Any, ...] = ()
     own_keys: Any = None
@@ -104,7 +104,8 @@ MARGINAL_METHODS: dict[str, Callable[[Any, Any], TreeCandidateGenerator]] = {}
 # Drafters without a checkpoint, by name; each entry makes one from drafting options.
 WEIGHTLESS: dict[str, Callable[..., Any]] = {}
 _BY_CLASS: dict[type[Any], Method] = {}
-_LOADERS: list[Callable[..., Any]] = []
+# `load_drafter`, which imports all methods, for `from_pretrained` of their classes; it is added where it is defined.
+LOADERS: list[Callable[..., Any]] = []
 
 
 def register(name: str, drafter: type[Any], **about: Any) -> None:
@@ -129,16 +130,6 @@ def register(name: str, drafter: type[Any], **about: Any) -> None:
     elif method.origin == "name":
         _claim(WEIGHTLESS, name, drafter)
     _BY_CLASS[drafter] = method
-
-
-def register_loader(load: Callable[..., Any]) -> None:
-    """Registers `load_drafter`, which imports all methods, for what is below them; called where it is defined."""
-    _LOADERS[:] = [load]
-
-
-def load_registered(name: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `load_drafter`."""
-    return _LOADERS[0](name, *args, **kwargs)
 
 
 def named_alone() -> list[str]:

@@ -24,6 +24,7 @@ def check_shapes(
     layers: Sequence[int] = (),
     first_layer: int = 0,
     d2t: Tensor | None = None,
+    may_exceed: bool = False,
 ) -> None:
     """Compares the sizes that a drafter was trained for with a target's; None is not compared.
 
@@ -32,11 +33,13 @@ def check_shapes(
         model: the target.
         hidden_size: of the target's hidden states.
         embedding_size: of token embeddings that the drafter shares.
-        vocab_size: number of token embeddings; may differ by padding and added tokens.
+        vocab_size: number of token embeddings; the target may have more, by padding and added tokens.
         num_layers: of the target.
         layers: target layers whose outputs the drafter reads.
         first_layer: the lowest one that can be read.
         d2t: the map of a draft vocabulary, see `vocabulary.py`; its tokens must be among those of both.
+        may_exceed: whether `vocab_size` may also be larger: for drafters that never draft tokens beyond the target's,
+            see `TargetVocabularyLogitsProcessor`.
 
     Raises:
         ValueError: one of them differs, or a layer or a token does not exist.
@@ -65,6 +68,11 @@ def check_shapes(
         problem = (
             f"was trained for a vocabulary of {vocab_size}, but target {target_name!r} has "
             f"{rows} embeddings, which is more than padding or added tokens explain"
+        )
+    elif vocab_size is not None and vocab_size > rows and not may_exceed:
+        problem = (
+            f"has a vocabulary of {vocab_size}, but target {target_name!r} has {rows} embeddings: it would draft "
+            "tokens that the target does not have"
         )
     if problem is not None:
         raise ValueError(f"Drafter {name_of(drafter)!r} {problem}. {way_out(drafter)}")

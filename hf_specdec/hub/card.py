@@ -120,6 +120,7 @@ def model_card(
     license: str | None = None,
     training: Record | None = None,
     measurements: Record | None = None,
+    module: str | None = None,
 ) -> ModelCard:
     """Builds the card; unknown values are shown as unknown.
 
@@ -135,6 +136,7 @@ def model_card(
         license: Hub licence id; None for the training record's `license`.
         training: the training record, see the module's docstring.
         measurements: the measurements, see the module's docstring.
+        module: that registers the method, if it is not of this library: it has to be imported before loading.
 
     Raises:
         ValueError: the measurements lack a field.
@@ -169,22 +171,18 @@ def model_card(
         at_target_revision=f', revision="{target_revision}"' if target_revision else "",
         at_revision=f', revision="{revision}"' if revision else "",
         # transformers reads it only from the main branch
-        loads_by_name=is_hub_id(name) and not revision,
+        module=module,
+        loads_by_name=is_hub_id(name) and not revision and module is None,
         license=license,
         measured=_measured(measurements) if measurements else None,
         training=_trained(training) if training else None,
     )
 
 
-def may_overwrite(card: str) -> bool:
-    """Whether a card was generated and its marker line was not removed."""
-    return MARKER in card
-
-
 def is_generated(card: Path) -> bool:
-    """`may_overwrite` of a file; a file that is not UTF-8 was not generated."""
+    """Whether a card was generated and its marker line was not removed; a file that is not UTF-8 was not generated."""
     try:
-        return may_overwrite(card.read_text(encoding="utf-8"))
+        return MARKER in card.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return False
 

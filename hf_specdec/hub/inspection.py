@@ -135,7 +135,7 @@ def inspect_drafter(
         fields = read_json(folder / CONFIG_FILE, found.name)
         # `found.tensors` is empty if the config was refused.
         names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
-        said = [method.in_target(names, fields) for method in methods_within_targets() if method.in_target is not None]
+        said = [method.in_target(names, fields) for method in methods_within_targets()]
         found.notes += [note for note in said if note is not None]
     return found
 

@@ -30,12 +30,12 @@ from hf_specdec.drafting.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafting.pairing import check_tokenizer
 from hf_specdec.drafting.registry import (
     FAMILIES,
+    LOADERS,
     WEIGHTLESS,
     check_spelling,
     is_weightless,
     methods_within_targets,
     named_method,
-    register_loader,
 )
 from hf_specdec.drafting.targets import target_errors, whole_target
 from hf_specdec.drafting.vocabulary import check_draft_to_target
@@ -168,7 +168,6 @@ def load_drafter(
         usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir, subfolder)
     for method in methods_within_targets() if not subfolder else ():
-        assert method.of_target is not None
         if (drafter := method.of_target(target, source, **drafting_options)) is not None:
             return drafter
     if is_weightless(name):
@@ -209,7 +208,7 @@ def load_drafter(
     if by_config is None or by_config.fields != reading.fields:  # the headers have changed a field
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
-    ignorable = re.compile("|".join(blueprint._keys_to_ignore_on_load_unexpected or ["$^"]))  # or none
+    ignorable = re.compile("|".join(blueprint._keys_to_ignore_on_load_unexpected))
     names = {theirs: ours for theirs, ours in reading.names.items() if not ignorable.search(ours)}
     stored = replace(reading, names=names).stored(headers)
     stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}
@@ -490,4 +489,4 @@ def _device_for(target: PreTrainedModel | None) -> torch.device:
     return target.device if target is not None and target.device.type != "meta" else torch.device("cpu")
 
 
-register_loader(load_drafter)  # for `from_pretrained` of each class
+LOADERS.append(load_drafter)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     """
 
     source_layout: SourceLayout | None = None
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def post_init(self) -> None:
         self.options = self.loaded_options()

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.drafting.options import DrafterOptions
-from hf_specdec.drafting.registry import FAMILIES, is_hub_id, load_registered
+from hf_specdec.drafting.registry import FAMILIES, LOADERS, is_hub_id
 from hf_specdec.hub.card import (
     CARD_FILE,
     MEASUREMENTS_FILE,
@@ -76,7 +76,7 @@ class PublishedDrafter(Drafter):
         Raises:
             OSError, TypeError, ValueError: as `load_drafter`; or the drafter is of another class.
         """
-        drafter = load_registered(pretrained_model_name_or_path, *args, **kwargs)
+        drafter = LOADERS[-1](pretrained_model_name_or_path, *args, **kwargs)
         if not isinstance(drafter, cls):
             kind, name = type(drafter).__name__, str(pretrained_model_name_or_path)
             raise ValueError(f"{name!r} is a {kind}, not a {cls.__name__}: use load_drafter, or {kind}.")
@@ -158,6 +158,7 @@ class PublishedDrafter(Drafter):
             ValueError: the measurements lack a field.
         """
         tags = [tags] if isinstance(tags, str) else tags
+        module = type(self).__module__
         return model_card(
             name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
             summary=self.card_summary,
@@ -170,6 +171,7 @@ class PublishedDrafter(Drafter):
             license=license,
             training=self.training_record,
             measurements=self.measurements,
+            module=None if module.startswith("hf_specdec.") else module,
         )
 
     @contextmanager

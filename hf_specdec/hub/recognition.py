@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from hf_specdec.drafting.registry import published_layouts
-from hf_specdec.hub.formats.base import Config, Format, Unsupported
+from hf_specdec.hub.formats.base import PLAIN, Config, Format, Unsupported
 from hf_specdec.hub.formats.library import PREFIX, find_own_layout
 from hf_specdec.hub.formats.speculators import OTHER_KIND
 
@@ -36,7 +36,7 @@ def recognise(
     if (found := _of_a_drafter(config, name, tensor_names, registered)) is not None:
         return _supported(found, name)
     for layout in known_layouts():
-        if _is_plain(layout) and layout.recognises is not None and layout.recognises(config):
+        if layout.rank == PLAIN and layout.recognises is not None and layout.recognises(config):
             return _supported(layout, name)
     raise NotADrafterError(config, name)
 
@@ -52,7 +52,7 @@ def _of_a_drafter(
 ) -> Format | Unsupported | None:
     if (own := find_own_layout(config, name, registered)) is not None:
         return own
-    layouts = [layout for layout in known_layouts() if not _is_plain(layout)]
+    layouts = [layout for layout in known_layouts() if layout.rank < PLAIN]
     for layout in layouts:
         if layout.recognises is not None and layout.recognises(config):
             return layout
@@ -78,11 +78,6 @@ class NotADrafterError(ValueError):
         super().__init__(
             f"{name!r} is not a drafter that load_drafter knows: {self.found}. Formats loaded: {_known()}."
         )
-
-
-def _is_plain(layout: Format | Unsupported) -> bool:
-    """Whether it is that of plain language models, which are drafters only where nothing else is found."""
-    return isinstance(layout, Format) and layout.keys is None
 
 
 def _known() -> str:

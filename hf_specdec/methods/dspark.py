@@ -35,13 +35,13 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.noise import draw
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
-from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
+from hf_specdec.drafting.growth import Slots, conditional_tree
 from hf_specdec.drafting.registry import register
 from hf_specdec.drafting.vocabulary import head_of_rows, known_ids
 from hf_specdec.hub.formats.base import (
@@ -71,7 +71,7 @@ from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, DFlas
 from hf_specdec.methods.dflash.training import DFlashStep, DFlashTrainOptions, new_drafter, prepare, read_rows
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, register_recipe
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import RowSource
 
 TREE, CHAIN = "dspark", "dspark_chain"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -218,8 +218,8 @@ class ConditionalDrafter(DFlashDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         if self.method == self.methods[0]:
-            return TreeGenerator(self, target)
-        return ChainGenerator(self, target)
+            return DSparkTree(self, target)
+        return DSparkChain(self, target)
 
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
         """The slots of one round.
@@ -334,8 +334,6 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         target: of the call.
     """
 
-    drops_rows = joins_rows = True
-
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
         super().__init__(drafter, target, states=True)
         self.drafts_early = False  # a tree is not of one shape, and a chain may be sampled
@@ -369,7 +367,7 @@ class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
         return path_notes(tree, tree.depths.clamp(max=1))  # one forward for all depths
 
 
-class TreeGenerator(DSparkGenerator):
+class DSparkTree(DSparkGenerator):
     """The likeliest `tree_budget` paths, with each token's probability conditioned on the path before it."""
 
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
@@ -377,7 +375,7 @@ class TreeGenerator(DSparkGenerator):
         return conditional_tree(context.root_ids, slots, self.target_ids, budget)
 
 
-class ChainGenerator(DSparkGenerator):
+class DSparkChain(DSparkGenerator):
     """One path: each slot's likeliest token, or in calls that sample a sampled one with its distribution."""
 
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
@@ -486,7 +484,9 @@ class DSparkTrainOptions(DFlashTrainOptions):
     markov_head_type: str = HfArg(default="vanilla", help="of the Markov head", metadata={"choices": MARKOV_HEADS})
 
 
-def _prepare(options: DSparkTrainOptions, target: PreTrainedModel, source: Source) -> tuple[DFlashDrafter, DFlashStep]:
+def _prepare(
+    options: DSparkTrainOptions, target: PreTrainedModel, source: RowSource
+) -> tuple[DFlashDrafter, DFlashStep]:
     return prepare(
         options,
         target,

@@ -175,7 +175,7 @@ class EagleDrafter(PairDrafter):
 
     def check_target(self, model: PreTrainedModel) -> None:
         config = self.config
-        check_shapes(self, model, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+        check_shapes(self, model, hidden_size=config.hidden_size, vocab_size=config.vocab_size, may_exceed=True)
         rows, ids = num_tokens(model), config.draft_token_ids
         if ids is not None and not 0 <= min(ids) <= max(ids) < rows:
             raise ValueError(

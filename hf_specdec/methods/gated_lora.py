@@ -47,7 +47,7 @@ from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.speed.cuda_graphs import run
 from hf_specdec.decoding.state import RoundState
@@ -60,7 +60,7 @@ from hf_specdec.decoding.tree import DraftTree, pick
 from hf_specdec.decoding.upstream import cache_layers, takes_positions
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
-from hf_specdec.drafting.growth import Slots, conditional_tree, path_notes
+from hf_specdec.drafting.growth import Slots, conditional_tree
 from hf_specdec.drafting.options import TreeOptions
 from hf_specdec.drafting.registry import Serving, name_of, register
 from hf_specdec.drafting.shapes import check_shapes, way_out
@@ -70,7 +70,7 @@ from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 __all__ = ["GatedLoraConfig", "GatedLoraDrafter", "GatedLoraOptions", "GatedLoraStep", "new_drafter"]
@@ -411,7 +411,6 @@ class GatedLoraGenerator(TreeCandidateGenerator):
         target: of the call.
     """
 
-    drops_rows = True
     reads_cache = True
 
     def __init__(self, drafter: GatedLoraDrafter, target: TargetModel) -> None:
@@ -767,7 +766,7 @@ class GatedLoraTrainOptions(TrainOptions):
 
 
 def _prepare(
-    options: GatedLoraTrainOptions, target: PreTrainedModel, source: Source
+    options: GatedLoraTrainOptions, target: PreTrainedModel, source: RowSource
 ) -> tuple[GatedLoraDrafter, GatedLoraStep]:
     drafter = new_drafter(target, num_masks=options.masks, lora_rank=options.lora_rank, markov_rank=options.markov_rank)
     step = GatedLoraStep(drafter, target, num_anchors=options.anchors, loss=options.loss)

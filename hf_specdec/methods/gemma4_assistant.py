@@ -35,7 +35,7 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig, PreTrainedMo
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
 from hf_specdec.decoding.targets.attention import attend
@@ -44,7 +44,7 @@ from hf_specdec.decoding.targets.support import TreesRefusedError, check_support
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.config import TargetFields
 from hf_specdec.drafting.draft_logits import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
-from hf_specdec.drafting.growth import best_tree, grow_levels, path_notes
+from hf_specdec.drafting.growth import best_tree, grow_levels
 from hf_specdec.drafting.reader import LastStates
 from hf_specdec.drafting.registry import Serving, register
 from hf_specdec.drafting.shapes import check_shapes, way_out
@@ -367,7 +367,9 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
                 f"model_type {target.model_type!r}. {way_out(self)}"
             )
         hidden = config.backbone_hidden_size
-        check_shapes(self, model, hidden_size=hidden, embedding_size=hidden, vocab_size=config.vocab_size)
+        check_shapes(
+            self, model, hidden_size=hidden, embedding_size=hidden, vocab_size=config.vocab_size, may_exceed=True
+        )
         storing = storing_layers(model)
         for kind in sorted(set(config.layer_types)):
             if kind not in storing:
@@ -417,7 +419,6 @@ class Gemma4AssistantGenerator(LastStates, TreeCandidateGenerator):
         target: of the call.
     """
 
-    drops_rows = joins_rows = True
     reads_cache = True
 
     def __init__(self, drafter: Gemma4AssistantDrafter, target: TargetModel) -> None:
@@ -453,9 +454,6 @@ class Gemma4AssistantGenerator(LastStates, TreeCandidateGenerator):
         tree = best_tree(context.root_ids.to(device), *levels, depth=self.depth, budget=self.tree_budget)
         context.lap("tree")
         return tree
-
-    def describe(self, tree: DraftTree) -> NodeNotes | None:
-        return path_notes(tree)
 
     def _entries(self, kind: str) -> CommittedEntries:
         """What the drafter's layers of this type attend to."""

@@ -86,8 +86,6 @@ class LookaheadDrafter(Drafter):
 class LookaheadGenerator(TreeCandidateGenerator):
     """The window and the pool of each row."""
 
-    drops_rows = joins_rows = True
-
     def __init__(self, options: LookaheadOptions) -> None:
         self.window, self.guesses, self.depth = options.window, options.guesses, options.ngram - 1
         self.levels: list[list[list[int]]] | None = None  # [row][iteration, oldest first][window]

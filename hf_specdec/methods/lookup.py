@@ -296,7 +296,6 @@ class RowText:
 class LookupGenerator(TreeCandidateGenerator):
     """Drafts from the text of each row, and from the outputs in `memory` if there is one, which it adds to."""
 
-    drops_rows = joins_rows = True
     rewinds = True
 
     def __init__(self, options: NGramOptions, memory: SuffixIndex | None) -> None:

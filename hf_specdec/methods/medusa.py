@@ -51,7 +51,7 @@ from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive, TrainOptions
 from hf_specdec.training.recipe import Recipe, register_recipe
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 __all__ = [
@@ -221,7 +221,9 @@ class MedusaDrafter(PretrainedDrafter):
         }
 
     def check_target(self, model: PreTrainedModel) -> None:
-        check_shapes(self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
+        check_shapes(
+            self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size, may_exceed=True
+        )
 
 
 @torch.no_grad()
@@ -405,7 +407,9 @@ class MedusaTrainOptions(TrainOptions):
     loss: LossName = HfArg(default="ce", help="ce with the tokens of the rows; the others with the target's probs")
 
 
-def _prepare(options: MedusaTrainOptions, target: PreTrainedModel, source: Source) -> tuple[MedusaDrafter, MedusaStep]:
+def _prepare(
+    options: MedusaTrainOptions, target: PreTrainedModel, source: RowSource
+) -> tuple[MedusaDrafter, MedusaStep]:
     drafter = new_drafter(
         target, num_heads=options.heads, num_layers=options.head_layers, own_head=not options.share_head
     )

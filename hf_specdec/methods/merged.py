@@ -1,8 +1,9 @@
 """MergedDrafter: several drafters for one target, merged into one tree with one budget, likeliest paths first.
 
 A node of the union is a prefix; several sources may have proposed it. Its probability is estimated from their stated
-probabilities and from earlier acceptance (`Calibration`). Cheap sources draft first. Each further one drafts only if it
-has added more tokens to the expected ones than could be decoded in its time. What is measured affects only the speed.
+probabilities and from earlier acceptance (`ScoreCalibration`). Cheap sources draft first. Each further one drafts only
+if it has added more tokens to the expected ones than could be decoded in its time. What is measured affects only the
+speed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import ALWAYS_DRAFTING, Drafter, WrappingDrafter, check_is_drafter
-from hf_specdec.drafting.growth import path_notes
 from hf_specdec.drafting.options import TreeOptions
 from hf_specdec.drafting.registry import Serving, register
 
@@ -39,7 +39,7 @@ EXPECTED_EDGES = (0.3, 1.0, 2.0, 4.0)  # of the expected number of accepted toke
 PROBING = 0.01  # share of the time for trying a source again that does not gain
 
 
-class Calibration:
+class ScoreCalibration:
     """The probability that the target follows a node, given its sources, depth and stated probability.
 
     Every estimate shrinks towards a coarser one. The prior of a bin of stated probabilities is the stated probability,
@@ -174,7 +174,7 @@ class Union:
             self.sources[node] |= 1 << source
             own[node], union_node[number] = number, node
 
-    def estimate(self, calibration: Calibration) -> None:
+    def estimate(self, calibration: ScoreCalibration) -> None:
         """Updates `paths`; no node is likelier than its parent."""
         self.paths = [1.0]
         for node in range(1, len(self.token_ids)):
@@ -373,7 +373,7 @@ class Knowledge:
     """What calls on one target have measured, for later ones."""
 
     def __init__(self, num_sources: int) -> None:
-        self.calibration = Calibration()
+        self.calibration = ScoreCalibration()
         self.gains = [SourceGain() for _ in range(num_sources)]
         self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds, and tokens per row, of the latest rounds
 

@@ -4,8 +4,8 @@
 
 with h_i the target's state, and for drafted tokens the layer's own. These are EAGLE's pairs, so that trees grow as
 EAGLE's do (`growth.py`). Layer, norms and rotary positions are of the target's own classes; embedding and
-head are the target's, but for families with a head in the layer. The table of `Layout`s says how checkpoints name the
-tensors and what differs between families; where readers differ, it follows vLLM, which serves these files. Only the
+head are the target's, but for families with a head in the layer. The table of `MTPLayout`s says how checkpoints name
+the tensors and what differs between families; where readers differ, it follows vLLM, which serves these files. Only the
 first of several layers is used. The tensors are read from the target's own files, since transformers
 leaves them out.
 Source: shared facts on formats of 2026, sections 7.1 and 7.4; DeepSeek-V3, arXiv 2412.19437, Section 2.2.
@@ -50,7 +50,7 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Layout:
+class MTPLayout:
     """Where the tensors of one layer are, names without ".weight", and how the layer is run.
 
     Attributes:
@@ -96,7 +96,7 @@ class Layout:
             return None
         return next((prefix for prefix in self.layers if name.startswith(prefix)), None)
 
-    def below(self, prefix: str, known: Collection[str]) -> Layout:
+    def below(self, prefix: str, known: Collection[str]) -> MTPLayout:
         """The layout with a prefix in front of all names.
 
         "*" in `final_norm` stands for the first number for which a checkpoint has that norm; in `layers` for all up to
@@ -124,11 +124,11 @@ class Layout:
 
 # The tensor of the projection, its prefix in group 1, N for the number of the target's layers; a further name behind
 # the prefix that tells this row from the next ones; the names behind the prefix.
-_ROWS: tuple[tuple[str, str | None, Layout], ...] = (
+_ROWS: tuple[tuple[str, str | None, MTPLayout], ...] = (
     (  # step3p5, step3p7
         r"(.*\blayers\.N\.)eh_proj",
         "transformer.shared_head.norm",
-        Layout(
+        MTPLayout(
             "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm", ("",), head="transformer.shared_head.output",
             others=("embed_tokens", "transformer.embed_tokens"), renamed=(("transformer.", ""),),
             state_normed=False, recurs_normed=False,
@@ -137,7 +137,7 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # hy_v3, bailing_hybrid, bailing_moe
         r"(.*\blayers\.N\.)eh_proj",
         "final_layernorm",
-        Layout(
+        MTPLayout(
             "enorm", "hnorm", "eh_proj", "final_layernorm", ("",), others=("embed_tokens", "shared_head"),
             zero_first=True,
         ),
@@ -145,7 +145,7 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, glm_ocr
         r"(.*\blayers\.N\.)eh_proj",
         None,
-        Layout(
+        MTPLayout(
             "enorm", "hnorm", "eh_proj", "shared_head.norm", ("",), others=("embed_tokens", "shared_head.head"),
             zero_first=True,
         ),
@@ -153,7 +153,7 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # longcat_flash
         r"((?:.*\.)?mtp\.)layers\.0\.eh_proj",
         "layers.0.enorm.m",
-        Layout(
+        MTPLayout(
             "layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm", ("layers.0.",),
             needs="a decoder layer of one attention and one dense MLP, where the target's have two of each and experts",
         ),
@@ -161,14 +161,14 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # nemotron_h
         r"((?:.*\.)?mtp\.)layers\.0\.eh_proj",
         "layers.0.norm",
-        Layout(
+        MTPLayout(
             "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.*.final_layernorm", ("layers.*.",),
         ),
     ),
     (  # mimo_v2_flash
         r"((?:.*\.)?mtp\.layers\.0\.)eh_proj",
         None,
-        Layout(
+        MTPLayout(
             "enorm", "hnorm", "eh_proj", "final_layernorm", ("",),
             renamed=(("pre_mlp_layernorm.", "post_attention_layernorm."),), layer_type="sliding_attention",
         ),
@@ -176,7 +176,7 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # mimo
         r"((?:.*\.)?mtp_layers\.0\.)input_proj",
         None,
-        Layout(
+        MTPLayout(
             "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ("",),
             state_first=True, state_normed=False, zero_first=True,
         ),
@@ -184,7 +184,7 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # inkling
         r"((?:.*\.)?mtp\.layers\.0\.)input_proj",
         None,
-        Layout(
+        MTPLayout(
             "embed_norm", "hidden_norm", "input_proj", None, ("transformer_block.",), state_first=True,
             needs="a decoder layer with short convolutions, whose states a draft tree would have to keep per node",
         ),
@@ -192,12 +192,12 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
     (  # qwen3_next, qwen3_5, qwen3_5_moe, exaone_moe, mellum, olmo_hybrid
         r"((?:.*\.)?mtp\.)fc",
         None,
-        Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ("layers.0.",)),
+        MTPLayout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ("layers.0.",)),
     ),
     (  # ernie4_5_moe
         r"((?:.*\.)?)mtp_linear_proj\.0",
         None,
-        Layout(
+        MTPLayout(
             "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0", None, ("mtp_block.0.",), zero_first=True,
         ),
     ),
@@ -214,7 +214,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def find_layout(names: Iterable[str], num_layers: int, model_type: str) -> Layout | None:
+def find_layout(names: Iterable[str], num_layers: int, model_type: str) -> MTPLayout | None:
     """The layout of the first multi-token-prediction layer among a checkpoint's tensors; None where there is none.
 
     Args:
@@ -251,7 +251,7 @@ class MTPOptions(Eagle3Options):
     top_k: int = 4
 
 
-def check_supported(target: PreTrainedModel, layout: Layout) -> None:
+def check_supported(target: PreTrainedModel, layout: MTPLayout) -> None:
     """Raises ValueError if a target's layer cannot be built, which is known before its tensors are read."""
     kind = f"The multi-token-prediction layer of {_kind(target)}"
     if layout.needs is not None:
@@ -306,7 +306,7 @@ class MTPDrafter(Drafter, nn.Module):
     options: MTPOptions
 
     def __init__(
-        self, target: PreTrainedModel, layout: Layout, tensors: Mapping[str, Tensor], **drafting_options: Any
+        self, target: PreTrainedModel, layout: MTPLayout, tensors: Mapping[str, Tensor], **drafting_options: Any
     ) -> None:
         nn.Module.__init__(self)
         self.options = self.options_class()
@@ -450,7 +450,7 @@ class _Block(nn.Module):
     """
 
     def __init__(
-        self, target: PreTrainedModel, layout: Layout, number: int, tensors: dict[str, Tensor], index: int
+        self, target: PreTrainedModel, layout: MTPLayout, number: int, tensors: dict[str, Tensor], index: int
     ) -> None:
         super().__init__()
         config: Any = target.config.get_text_config(decoder=True)

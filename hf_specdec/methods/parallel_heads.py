@@ -56,7 +56,7 @@ from hf_specdec.methods.peagle import PEagleOptions
 from hf_specdec.training.losses import LossName
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
-from hf_specdec.training.source import Source
+from hf_specdec.training.source import RowSource
 from hf_specdec.training.vocabulary import copy_final_norm
 
 __all__ = [
@@ -148,6 +148,7 @@ class ParallelHeadsDrafter(PairDrafter):
             model,
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
+            may_exceed=True,
             layers=self.feature_layers(model),
         )
 
@@ -227,7 +228,7 @@ class ParallelHeadsTrainOptions(ShapeOptions):
 
 
 def _prepare(
-    options: ParallelHeadsTrainOptions, target: PreTrainedModel, source: Source
+    options: ParallelHeadsTrainOptions, target: PreTrainedModel, source: RowSource
 ) -> tuple[ParallelHeadsDrafter, ParallelHeadsStep]:
     if options.taps is not None and len(options.taps) != 1:
         raise ValueError(f"argument --taps: {options.taps} must be one layer, which all heads read")

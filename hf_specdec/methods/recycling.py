@@ -102,8 +102,6 @@ class TokenRecyclingDrafter(Drafter):
 class TokenRecyclingGenerator(TreeCandidateGenerator):
     """The tree of a call, filled in each round from the drafter's table."""
 
-    drops_rows = joins_rows = True
-
     def __init__(self, drafter: TokenRecyclingDrafter) -> None:
         self.drafter = drafter
         self.table: Tensor

@@ -34,7 +34,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hf_specdec.decoding.devices import inference_on_cpu
-from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import GREEDY, Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
@@ -339,9 +339,6 @@ class SSDGenerator(TreeCandidateGenerator):
         self.inner.count(stats)
         stats.num_prepared, stats.num_foreseen = self.num_prepared, self.num_foreseen
         stats.add_drafting(self.thread.overlap)
-
-    def describe(self, tree: DraftTree) -> NodeNotes | None:
-        return None
 
     def close(self) -> None:
         self.thread.executor.shutdown()

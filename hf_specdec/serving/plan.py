@@ -82,7 +82,7 @@ def plan_serving(
     location = str(Path(target).resolve()) if Path(target).is_dir() else target
     architectures: list[str] = config.get("architectures") or []
     if (named := named_method(drafter)) is not None:
-        if named.in_target is not None:
+        if named.origin == "target":
             files = locate_target(Source(target, local_files_only=local_files_only))
             if named.in_target(files.shards, files.config) is None:
                 raise ValueError(

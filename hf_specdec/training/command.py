@@ -60,7 +60,7 @@ from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.options import TrainOptions, parse
 from hf_specdec.training.recipe import RECIPES, Recipe, ShapeOptions, recipe_of
 from hf_specdec.training.schedule import UNBOUNDED, Schedule, StepsProgress
-from hf_specdec.training.source import Source, load_target
+from hf_specdec.training.source import RowSource, load_target
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
@@ -119,7 +119,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     tokenizer = target_tokenizer(options.target)
     # Its cached states are in bfloat16 in both cases.
     target_dtype = torch.bfloat16 if options.bf16 or device == "cuda" else torch.float32
-    source: Source
+    source: RowSource
     if options.data is not None:
         source = ConversationSource(options, tokenizer)
     else:
@@ -264,7 +264,7 @@ def _how_to_resume(checkpoints: Path) -> str:
 def _check_resumed(
     options: TrainOptions,
     checkpoints: Path,
-    source: Source,
+    source: RowSource,
     earlier_inputs: dict[str, Any],
     inputs: dict[str, Any],
 ) -> None:
@@ -391,7 +391,7 @@ def _checkpoints(options: TrainOptions) -> Path:
     return options.work_dir / f"checkpoints-{name}"
 
 
-def _inputs(target: PreTrainedModel, source: Source) -> dict[str, Any]:
+def _inputs(target: PreTrainedModel, source: RowSource) -> dict[str, Any]:
     """Fingerprints of what a run reads, because the contents of a path may change."""
     return {
         source.option: source.identity,

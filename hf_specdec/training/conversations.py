@@ -24,12 +24,12 @@ from hf_specdec.training.conversation_answers import check_template, dataset_id,
 from hf_specdec.training.data import documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
+from hf_specdec.training.source import HELD_OUT, RowSource, Written, check_width, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
 
 
-class ConversationSource(Source):
+class ConversationSource(RowSource):
     """Conversations whose user messages the target answers, and folders of earlier answers."""
 
     option = "data"

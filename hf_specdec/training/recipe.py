@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.registry import runs_again, unknown_name
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
 Options = TypeVar("Options", bound=TrainOptions)
@@ -46,7 +46,7 @@ class Recipe(Generic[Options]):
 
     name: str
     options: type[Options]
-    prepare: Callable[[Options, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
+    prepare: Callable[[Options, PreTrainedModel, RowSource], tuple[PreTrainedModel, TrainingStep]]
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
     further: Callable[[Any, PreTrainedModel], TrainingStep] | None = None

@@ -65,7 +65,7 @@ class Written:
         return text
 
 
-class Source(ABC):
+class RowSource(ABC):
     """Text or conversations for one target.
 
     Attributes:

@@ -31,7 +31,7 @@ from hf_specdec.training.continuation import Prompt
 from hf_specdec.training.data import check_documents, documents_hash, mix, pack_text, plain_rows
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
+from hf_specdec.training.source import HELD_OUT, RowSource, Written, check_width, trained_mode
 
 DOCUMENT_LENGTH = 2000  # characters per document of a .txt file
 HELD_OUT_SHARE, MOST_HELD_OUT = 8, 128  # one held-out row for this many rows to train on, and at most so many
@@ -51,7 +51,7 @@ class Corpus:
     read: Callable[[], tuple[list[str], list[str]]]
 
 
-class TextSource(Source):
+class TextSource(RowSource):
     """Beginnings of documents that the target continues, and a share of rows of the documents themselves."""
 
     option = "text"

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 
 harness: Any = pytest.importorskip("lm_eval.models.utils_hf", reason="needs lm_eval, the evaluation harness")
 TINY = Path(__file__).parents[2] / "examples" / "tiny-code"

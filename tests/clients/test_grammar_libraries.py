@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from hf_specdec import load_drafter
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.scripted import right_for
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-code"

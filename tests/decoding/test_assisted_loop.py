@@ -29,8 +29,8 @@ from hf_specdec.decoding.targets.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.drafter import always_drafting
-from hf_specdec.integration import assisted_loop
 from hf_specdec.methods.specbranch import SpecBranchDrafter
+from tests.chains import assisted_loop
 from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
 from tests.laws import assert_follows
 from tests.method_table import METHODS, make_causal_lm_chain

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding import policies
 from hf_specdec.decoding.devices import Abilities
 from hf_specdec.decoding.exchange import Committed, DraftContext
-from hf_specdec.decoding.policies import FIRST_SIZES, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
+from hf_specdec.decoding.policies import FIRST_SIZES, AcceptanceCalibration, AutoBudget, BudgetKnowledge, RoundTimes
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.trace import Trace
@@ -210,7 +210,7 @@ def test_estimated_time_never_decreases_with_more_nodes() -> None:
 
 
 def test_probabilities_are_corrected_by_what_was_accepted() -> None:
-    calibration = Calibration()
+    calibration = AcceptanceCalibration()
     assert calibration.probabilities([math.log(0.5), -math.inf, math.nan]) == pytest.approx([0.5, 0.0, 0.0])
     for _ in range(200):
         calibration.note([math.log(0.5)], set())

@@ -23,6 +23,7 @@ from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.exchange import DraftContext
 from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.speed import cuda_graphs
+from hf_specdec.decoding.speed.cuda_graphs import CudaGraph
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
@@ -66,6 +67,13 @@ class Reads(TorchDispatchMode):
         return result
 
 
+def persistent_storages(workspace: cuda_graphs.Workspace) -> set[int]:
+    """Data pointers of storages that outlive a call: all that a captured forward may read but did not make."""
+    inputs = [part for captured in workspace._captured.values() for part in captured.inputs]
+    slabs = [slab for free in workspace._slabs.values() for slab in free]
+    return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *workspace._taken)} | workspace._weights
+
+
 class Replaying:
     """Writes what its forward gives into the same outputs, as a CUDA graph does.
 
@@ -85,7 +93,7 @@ class Replaying:
             forward()
         lasting: set[int] = set()
         for workspace in cuda_graphs._WORKSPACES.values():
-            lasting |= workspace.persistent_storages
+            lasting |= persistent_storages(workspace)
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         outputs = forward()
@@ -102,7 +110,7 @@ class Replaying:
 def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards on the CPU are captured too, by the stand-in."""
     monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities(groups_heads=True))
-    monkeypatch.setattr(cuda_graphs, "make_graph", Replaying)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Replaying)
     monkeypatch.setattr(cuda_graphs, "can_capture", lambda device: True)
     monkeypatch.setattr(cuda_graphs, "_WORKSPACES", weakref.WeakKeyDictionary())
     monkeypatch.setattr(cuda_graphs, "_REFUSED", weakref.WeakSet())
@@ -315,7 +323,7 @@ def test_rounds_are_captured_again_after_a_lack_of_memory(
         return Replaying(forward, pool)
 
     alone = target.generate(**prompts, **GREEDY)
-    monkeypatch.setattr(cuda_graphs, "make_graph", make_graph)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", make_graph)
     drafter = compiling(right_for(3, alone.sequences))
     with caplog.at_level(logging.WARNING):
         assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
@@ -351,13 +359,13 @@ def test_text_longer_than_the_buffers_grows_them() -> None:
 def test_forward_that_cannot_be_captured_runs_on_the_same_buffers_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(forward: cuda_graphs.Forward, pool: Any) -> cuda_graphs.Graph:
+    def fails(forward: cuda_graphs.Forward, pool: Any) -> cuda_graphs.CudaGraph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     outputs: list[list[Tensor]] = []
     for make in (Replaying, fails):
-        monkeypatch.setattr(cuda_graphs, "make_graph", make)
+        monkeypatch.setattr(cuda_graphs, "CudaGraph", make)
         cuda_graphs._WORKSPACES.clear()
         seen: list[Tensor] = []
         original = TargetModel.verify
@@ -827,7 +835,7 @@ def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, m
         return (made[-1],)
 
     with pytest.raises(RuntimeError, match="during capture") if fails else nullcontext():
-        graph = cuda_graphs.CudaGraph(forward, pool="shared")
+        graph = CudaGraph(forward, pool="shared")
         assert graph.outputs[0].tolist() == [3]
         assert graph.outputs[0].data_ptr() != made[-1].data_ptr()  # which lies in the pool
         assert graph.pool == "pool of the graph"
@@ -850,7 +858,7 @@ def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         inside.release()
         return ()
 
-    threads = [threading.Thread(target=cuda_graphs.CudaGraph, args=(forward,)) for _ in range(2)]
+    threads = [threading.Thread(target=CudaGraph, args=(forward,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

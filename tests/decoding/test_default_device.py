@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_specdec.hub.loading import load_drafter
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.method_table import METHODS
 from tests.targets import PROMPTS, fresh_target, one_prompt
 from tests.verdicts import BUNDLED

@@ -12,9 +12,9 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.integration import assisted_loop
 from hf_specdec.methods.merged import MergedDrafter
 from hf_specdec.methods.ssd import SSDDrafter
+from tests.chains import assisted_loop
 from tests.method_table import (
     METHODS,
     make_causal_lm,

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from hf_specdec import attach
 from hf_specdec.decoding.targets.hooks import foreign_functions, names_of
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.method_table import METHODS
 from tests.targets import fresh_target
 

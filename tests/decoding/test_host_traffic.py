@@ -41,7 +41,7 @@ EARLY = ["dflash", "ddtree", "medusa", "eagle3", "specblock"]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[stand_in.Host]]:
-    monkeypatch.setattr(cuda_graphs, "make_graph", Replaying)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Replaying)
     with stand_in.devices() as found:
         yield found
 

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec import verify_lossless
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.integration import assisted_loop
 from hf_specdec.methods.lookup import NGramDrafter
+from tests.chains import assisted_loop
 from tests.method_table import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import random_trees, right_for

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_specdec.decoding.targets.trial import check_trees, why_no_chains
 from hf_specdec.decoding.upstream import CACHE
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts

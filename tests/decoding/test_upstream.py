@@ -18,7 +18,7 @@ from transformers.generation import utils as generation
 
 from hf_specdec.decoding import upstream
 from hf_specdec.decoding.upstream import CACHE, TESTED
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.scripted import right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts
 

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.drafter import Drafter
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.decoding.test_outputs import assert_same_cache
 from tests.method_table import METHODS
 from tests.scripted import right_for

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.decoding.test_finished_rows import drafter_of, prompts
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
 from tests.laws import assert_follows
@@ -19,10 +19,7 @@ from tests.targets import make_target
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 # Drafters that state no probabilities of their tokens when they do not sample.
-UNSURE = (
-    "ngram", "suffix", "specbound", "specbranch", "rest", "token-recycling", "lookahead", "ssd", "causal_lm_ssd",
-    "eagle3_ssd",
-)  # fmt: skip
+UNSURE = ("specbound", "specbranch", "lookahead")
 
 
 def most_drafted(drafter: Any) -> int:

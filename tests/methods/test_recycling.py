@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import load_drafter
-from hf_specdec.integration import assisted_loop
+from tests.chains import assisted_loop
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
 

@@ -25,7 +25,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +48,6 @@ FIRST_PREFIX, PREFIX_STEP = 256, 8192
 FIRST_RUNS = 2  # of a shape that compile_mode="auto" does not capture yet: many shapes never come again
 CompileMode = Literal["none", "auto", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
-
-
-class Graph(Protocol):
-    """A captured forward."""
-
-    outputs: tuple[Tensor, ...]
-    pool: Any
-
-    def replay(self) -> None:
-        """Recomputes `outputs` from the current values of the inputs."""
 
 
 class CudaGraph:
@@ -114,11 +104,6 @@ _CAPTURING = threading.Lock()
 def capture_stream(device: int) -> torch.cuda.Stream:
     """One stream for all captures on a device; torch's default is on the device of the first capture."""
     return torch.cuda.Stream(device)
-
-
-def make_graph(forward: Forward, pool: Any) -> Graph:
-    """Captures a forward, see `CudaGraph`."""
-    return CudaGraph(forward, pool)
 
 
 def lacked_memory(error: RuntimeError) -> bool:
@@ -194,7 +179,7 @@ class Captured:
     """
 
     inputs: tuple[Tensor, ...]
-    graph: Graph | None = None
+    graph: CudaGraph | None = None
     lacked_memory: bool = False
     runs: int = 0
 
@@ -253,13 +238,6 @@ class Workspace:
         self._taken = []
         return True
 
-    @property
-    def persistent_storages(self) -> set[int]:
-        """Data pointers of storages that outlive a call: all that a captured forward may read but did not make."""
-        inputs = [part for captured in self._captured.values() for part in captured.inputs]
-        slabs = [slab for free in self._slabs.values() for slab in free]
-        return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *self._taken)} | self._weights
-
     def release(self, owner: object = None) -> None:
         """Ends the reservation; with an `owner` only if it is its own."""
         if owner is None or (self.owner is not None and self.owner() is owner):
@@ -312,7 +290,7 @@ class Workspace:
     def _capture(self, captured: Captured, forward: Forward, model: nn.Module) -> None:
         pools = [each.graph.pool for each in self._captured.values() if each.graph is not None]
         try:
-            captured.graph = make_graph(forward, pools[0] if pools else None)
+            captured.graph = CudaGraph(forward, pools[0] if pools else None)
         except RuntimeError as error:
             if lacked_memory(error):  # later captures may have the memory of the graphs that are freed here
                 captured.lacked_memory = True

@@ -66,6 +66,9 @@ class Reading:
         return {ours: headers[theirs] for ours, theirs in found.items()}
 
 
+PLAIN = 1000  # the rank of plain language models, which are drafters only where no other layout is found
+
+
 @dataclass(frozen=True)
 class Format:
     """A layout of checkpoints.

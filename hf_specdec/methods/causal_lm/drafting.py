@@ -23,7 +23,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.support import keeps_states
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.drafting.draft_model import DraftModel
-from hf_specdec.drafting.growth import best_tree, grow_levels, path_notes
+from hf_specdec.drafting.growth import best_tree, grow_levels
 
 if TYPE_CHECKING:
     from hf_specdec.methods.causal_lm.network import CausalLMOptions
@@ -62,8 +62,6 @@ class DraftModelGenerator(TreeCandidateGenerator):
         target: the target of this call; its prompt's padding is also the draft model's.
         options: of this call.
     """
-
-    drops_rows = joins_rows = True
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
         self.drafter, self.target, self.options = drafter, target, options
@@ -212,7 +210,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         drafter.begin_rounds(room)
 
 
-class ChainGenerator(DraftModelGenerator):
+class DraftModelChain(DraftModelGenerator):
     """One path: the likeliest tokens, or drawn ones with their distribution if the call samples and `sample_drafts`."""
 
     def __init__(self, drafter: DraftModel, target: TargetModel, options: CausalLMOptions) -> None:
@@ -295,7 +293,7 @@ class ChainGenerator(DraftModelGenerator):
         return NodeNotes(probs, tree.depths)  # one forward per token
 
 
-class TreeGenerator(DraftModelGenerator):
+class DraftModelTree(DraftModelGenerator):
     """The likeliest `tree_budget` paths, found by expanding the best `top_k` nodes of each level.
 
     A path's probability is the product of its tokens', so no node is likelier than its parent. A node that is not among
@@ -384,6 +382,3 @@ class TreeGenerator(DraftModelGenerator):
         tree = tree.first_nodes(drafted)
         context.lap("tree")
         return tree
-
-    def describe(self, tree: DraftTree) -> NodeNotes | None:
-        return path_notes(tree)

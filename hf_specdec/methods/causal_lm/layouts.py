@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, as_it_is
+from hf_specdec.hub.formats.base import PLAIN, Config, Format, Headers, as_it_is
 
 _TABLES = {
     "embedding": re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$"),
@@ -73,7 +73,7 @@ LANGUAGE_MODEL = Format(
     as_it_is,
     problems=problems,
     recognises=is_language_model,
-    rank=1000,
+    rank=PLAIN,
     refused={
         "adapter_config.json": "a PEFT adapter, which is not loaded; merge it into its model with merge_and_unload()"
     },

@@ -42,7 +42,7 @@ from hf_specdec.drafting.targets import check_numbers, loading_differences
 from hf_specdec.drafting.vocabulary import draftable_rows, may_be_padding
 from hf_specdec.drafting.wrapped import merged_adapters, unwrapped
 from hf_specdec.hub.publishing import PublishedDrafter
-from hf_specdec.methods.causal_lm.drafting import MAX_DEPTH, ChainGenerator, TreeGenerator, acceptance_bound
+from hf_specdec.methods.causal_lm.drafting import MAX_DEPTH, DraftModelChain, DraftModelTree, acceptance_bound
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,7 +225,7 @@ class CausalLMDrafter(PublishedDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         # On a CPU these models are too small to gain from compilation.
         compile_mode = self.options.compile_mode if cuda_graphs.can_capture(self.device) else "none"
-        kind = ChainGenerator if self.method == "causal_lm_chain" else TreeGenerator
+        kind = DraftModelChain if self.method == "causal_lm_chain" else DraftModelTree
         model, head_ids = self._with_draft_rows()
         drafter = DraftModel(model, compile_mode=compile_mode, head_ids=head_ids)
         return kind(drafter, target, replace(self.options))

@@ -25,7 +25,7 @@ from hf_specdec.methods.causal_lm.network import CausalLMDrafter
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, check_loss, position_losses
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
@@ -136,7 +136,7 @@ class DraftModelOptions(TrainOptions):
 
 
 def _prepare(
-    options: DraftModelOptions, target: PreTrainedModel, source: Source
+    options: DraftModelOptions, target: PreTrainedModel, source: RowSource
 ) -> tuple[PreTrainedModel, DistillationStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target)
     model = new_draft_model(target, options.layers, draft_vocab_size=size)

@@ -12,7 +12,7 @@ Source: z-lab/dflash; shared facts on formats, sections 1 and 1.5.
 from __future__ import annotations
 
 from hf_specdec.drafting.registry import register, register_marginal_method
-from hf_specdec.methods.dflash.drafting import ChainGenerator
+from hf_specdec.methods.dflash.drafting import DFlashChain
 from hf_specdec.methods.dflash.layouts import BLOCK_SERVING, DEEPSPEC_DFLASH, LAGUNA, MUSE, SPECULATORS_DFLASH, ZLAB
 from hf_specdec.methods.dflash.network import DFlashDrafter
 from hf_specdec.methods.dflash.training import DFlashStep, DFlashTrainOptions, prepare, read_rows
@@ -27,7 +27,7 @@ register(
 )
 
 
-register_marginal_method("dflash", lambda source, options: ChainGenerator(source))
+register_marginal_method("dflash", lambda source, options: DFlashChain(source))
 
 
 register_recipe(

@@ -115,7 +115,7 @@ def _block(reader: DFlashMarginals, new: NewTokens, root_ids: Tensor, root_posit
     return (output,)
 
 
-class ChainGenerator(MarginalsGenerator):
+class DFlashChain(MarginalsGenerator):
     """The drafter's likeliest token at every position, as one chain: DFlash as published."""
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:

@@ -33,11 +33,11 @@ from hf_specdec.hub.pretrained import PretrainedDrafter
 from hf_specdec.methods.dflash.drafting import DFlashMarginals
 
 
-def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
+def dflash_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
     """Evenly spaced target layers, for checkpoints that list none.
 
     Examples:
-        >>> default_target_layer_ids(5, 36)
+        >>> dflash_layer_ids(5, 36)
         [1, 9, 17, 25, 33]
     """
     if num_taps == 1:
@@ -147,7 +147,7 @@ class DFlashConfig(TargetFields, Qwen3Config):
         explicit = self.dflash_config.get("target_layer_ids")
         if explicit:
             return explicit
-        return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+        return dflash_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
     def first_slot(self) -> int:
@@ -312,7 +312,6 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer, which is computed from the config.
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
     card_summary = (
         "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
         "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
@@ -450,6 +449,7 @@ class DFlashDrafter(MappedVocabulary, PretrainedDrafter):
             model,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             num_layers=config.num_target_layers,
             layers=config.target_layer_ids,
             first_layer=-1,

@@ -24,11 +24,11 @@ from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.drafting.draft_logits import NeverProposedLogitsProcessor
 from hf_specdec.drafting.vocabulary import draft_ids_of
 from hf_specdec.methods.dflash.drafting import block_embeddings
-from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, dflash_layer_ids
 from hf_specdec.training.losses import LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
 from hf_specdec.training.recipe import ShapeOptions, decoder_shape
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
@@ -192,7 +192,7 @@ def new_drafter(
     """
     config = target.config.get_text_config(decoder=True)
     if target_layer_ids is None:
-        target_layer_ids = default_target_layer_ids(max(4, num_layers), config.num_hidden_layers)
+        target_layer_ids = dflash_layer_ids(max(4, num_layers), config.num_hidden_layers)
     if draft_vocab_size is not None:
         block["draft_vocab_size"] = draft_vocab_size
     block |= {"target_layer_ids": list(target_layer_ids), "mask_token_id": mask_token_id, "block_size": block_size}
@@ -379,7 +379,7 @@ class DFlashTrainOptions(ShapeOptions):
 def prepare(
     options: DFlashTrainOptions,
     target: PreTrainedModel,
-    source: Source,
+    source: RowSource,
     *,
     new: Callable[..., DFlashDrafter] = new_drafter,
     step: type[DFlashStep] = DFlashStep,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.exchange import Committed, DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
@@ -18,7 +18,7 @@ from hf_specdec.decoding.targets.masks import additive
 from hf_specdec.decoding.targets.modules import check_table, table_rows
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafting.draft_logits import TargetVocabularyLogitsProcessor
-from hf_specdec.drafting.growth import best_tree, captured_tree, grow_levels, path_notes
+from hf_specdec.drafting.growth import best_tree, captured_tree, grow_levels
 from hf_specdec.drafting.reader import CommittedReader, NewTokens, behind_committed
 from hf_specdec.drafting.vocabulary import known_ids
 
@@ -80,8 +80,6 @@ def _pairs(reader: PairReader, new: NewTokens, root_ids: Tensor, before: Tensor 
 
 class Eagle3Generator(PairReader, TreeCandidateGenerator):
     """Draft trees of an EAGLE-3 drafter: its nodes follow the pairs in the cache, and are dropped after the draft."""
-
-    drops_rows = joins_rows = True
 
     def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or one with its interface
         options = drafter.options
@@ -146,9 +144,6 @@ class Eagle3Generator(PairReader, TreeCandidateGenerator):
         if self.drafter.config.maps_vocabulary:  # `check_target` has checked that the map has only the target's tokens
             return logits
         return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)
-
-    def describe(self, tree: DraftTree) -> NodeNotes | None:
-        return path_notes(tree)
 
 
 def _levels(

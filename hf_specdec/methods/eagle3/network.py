@@ -109,8 +109,6 @@ class Eagle3FirstLayer(nn.Module):
 class PairDrafter(PretrainedDrafter):
     """A drafter that `PairReader` can use: its forward runs over pairs of a token and the state before it."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
-
     @property
     def entry_shape(self) -> EntryShape:
         """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
@@ -242,6 +240,7 @@ class Eagle3Network(MappedVocabulary, PairDrafter):
             hidden_size=config.target_hidden_size,
             embedding_size=None if config.own_embeddings else config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             layers=self.feature_layers(model),
             first_layer=-1,
             d2t=self.d2t if config.maps_vocabulary else None,

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafting.config import default_target_layer_ids
+from hf_specdec.drafting.config import eagle3_layer_ids
 from hf_specdec.methods.eagle3.network import Eagle3Config, Eagle3Drafter
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.recipe import ShapeOptions, decoder_shape
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
@@ -122,7 +122,7 @@ def new_drafter(
         intermediate_size: of the MLP; None for the target's.
     """
     if target_layer_ids is None:
-        target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
+        target_layer_ids = eagle3_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
     drafter = Eagle3Drafter(
         Eagle3Config(
             draft_vocab_size=draft_vocab_size,
@@ -151,7 +151,9 @@ class Eagle3TrainOptions(ShapeOptions):
     decay: Positive = HfArg(default=0.8, help="weight of each pass relative to the previous one")
 
 
-def _prepare(options: Eagle3TrainOptions, target: PreTrainedModel, source: Source) -> tuple[Eagle3Drafter, Eagle3Step]:
+def _prepare(
+    options: Eagle3TrainOptions, target: PreTrainedModel, source: RowSource
+) -> tuple[Eagle3Drafter, Eagle3Step]:
     drafter = new_drafter(
         target,
         draft_vocab_size=checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE),

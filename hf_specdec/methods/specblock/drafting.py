@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities, in_inference_mode
-from hf_specdec.decoding.exchange import DraftContext, NodeNotes
+from hf_specdec.decoding.exchange import DraftContext, NodeNotes, path_notes
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.modules import home_of
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafting.growth import path_notes
+from hf_specdec.drafting.growth import TREE_TENSORS
 from hf_specdec.drafting.reader import CommittedReader, NewTokens
-
-TREE = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
 
 
 @dataclass(frozen=True)
@@ -312,7 +310,6 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
             each position attend to K entries of all earlier ones.
     """
 
-    drops_rows = joins_rows = True
     prompt_chunk = 1024
 
     def __init__(self, drafter: Any, target: TargetModel) -> None:
@@ -346,8 +343,8 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
             key=(self.num_blocks, self.merge, shape.width, shape.beam_width, shape.max_starts, shape.tree_budget),
         )  # fmt: skip
         context.lap("draft")
-        fields, (selected, token_ids, scores, above, *self.hidden) = parts[: len(TREE)], parts[len(TREE) :]
-        made: Any = dict(zip(TREE, fields, strict=True)) | {"max_depth": self.num_blocks * self.slots}
+        selected, token_ids, scores, above, *self.hidden = parts[len(TREE_TENSORS) :]
+        made: Any = dict(zip(TREE_TENSORS, parts, strict=False)) | {"max_depth": self.num_blocks * self.slots}
         tree = DraftTree(**made)
         if self.drops_unused:
             tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last valid node of any row
@@ -520,5 +517,5 @@ def _drafted(
     states, nodes, finite = generator.blocks(at, root_ids, lengths, hidden, positions, shape)
     depth = generator.num_blocks * generator.slots
     tree, selected = cut(nodes, shape.tree_budget, depth, merge=generator.merge, finite=finite)
-    parts = [getattr(tree, name) for name in TREE]
+    parts = [getattr(tree, name) for name in TREE_TENSORS]
     return (*parts, selected, nodes.token_ids, nodes.scores, nodes.above, *states)

@@ -464,6 +464,7 @@ class SpecBlockDrafter(MappedVocabulary, PretrainedDrafter):
             hidden_size=self.config.target_hidden_size,
             embedding_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
+            may_exceed=True,
             layers=self.feature_layers(model),
             d2t=self.d2t if is_smaller else None,  # else `check_vocabulary` has checked the same
         )

@@ -21,7 +21,7 @@ from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.targets.modules import num_tokens
 from hf_specdec.decoding.targets.taps import decoder_layers
-from hf_specdec.drafting.config import default_target_layer_ids
+from hf_specdec.drafting.config import eagle3_layer_ids
 from hf_specdec.methods.specblock.network import BlockOutput, SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.methods.specblock.quality import RANK_BOUNDS, rank_classes
 from hf_specdec.training.features import TargetStates
@@ -29,7 +29,7 @@ from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, ShareBelow1
 from hf_specdec.training.passes import block_masks, growing_cache
 from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import AdaptiveStep, StepOutput
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
@@ -435,7 +435,7 @@ def new_drafter(
             paper trains everything from scratch (A.1), which takes longer.
     """
     if target_layer_ids is None:
-        target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
+        target_layer_ids = eagle3_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
     shape = decoder_shape(target, intermediate_size)
     head_dim = shape.pop("head_dim")
     modules = dict(decoder_layers(target)[0].named_modules())
@@ -505,7 +505,7 @@ class SpecBlockTrainOptions(ShapeOptions):
 
 
 def _prepare(
-    options: SpecBlockTrainOptions, target: PreTrainedModel, source: Source
+    options: SpecBlockTrainOptions, target: PreTrainedModel, source: RowSource
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(

@@ -57,7 +57,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ExitCalibration:
     """What was chosen, and from what.
 
     Attributes:
@@ -87,7 +87,7 @@ def calibrate(
     new_tokens: int = 64,
     thresholds: Sequence[float] = THRESHOLDS,
     widths: Sequence[int] = WIDTHS,
-) -> Calibration:
+) -> ExitCalibration:
     """See `SpecBoundDrafter.calibrate`."""
     rows = [_token_ids(prompt, target) for prompt in prompts]
     if not rows:
@@ -113,7 +113,7 @@ def calibrate(
         f"{1e3 * statistics.mean(times.head.values()):.2f} ms, a plain token {1e3 * token_s:.1f} ms; predicted speedup "
         f"{best:.2f}x"
     )
-    result = Calibration(chosen | {"alpha": drafter.options.alpha}, round(best, 4), summary)
+    result = ExitCalibration(chosen | {"alpha": drafter.options.alpha}, round(best, 4), summary)
     drafter.set_options(**chosen)
     drafter.config.calibration = result.to_record()
     return result

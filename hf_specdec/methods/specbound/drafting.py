@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """What the decoder of a family computes around its layers.
 
     Attributes:
@@ -82,26 +82,26 @@ def _add_opt_positions(decoder: Any, tokens: Tensor, positions: Tensor) -> Tenso
 
 # By `model_type` of the text config. tests/methods/specbound/test_slices.py compares every entry with the complete
 # model.
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, StepLayout] = {
     **{
-        name: Layout()
+        name: StepLayout()
         for name in (
             "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
             "starcoder2",
         )
     },
-    "cohere2": Layout(logits=lambda model, logits: logits * model.logit_scale),
-    "gemma2": Layout(logits=_softcapped),
-    "gemma3_text": Layout(rotary="per_type", logits=_softcapped),
-    "gpt2": Layout(
+    "cohere2": StepLayout(logits=lambda model, logits: logits * model.logit_scale),
+    "gemma2": StepLayout(logits=_softcapped),
+    "gemma3_text": StepLayout(rotary="per_type", logits=_softcapped),
+    "gpt2": StepLayout(
         norm="ln_f", rotary="none", embed=lambda decoder, tokens, positions: tokens + decoder.wpe(positions)
     ),
-    "gpt_neox": Layout(norm="final_layer_norm", cache_argument="layer_past"),
-    "granite": Layout(
+    "gpt_neox": StepLayout(norm="final_layer_norm", cache_argument="layer_past"),
+    "granite": StepLayout(
         embed=lambda decoder, tokens, positions: tokens * decoder.embedding_multiplier,
         logits=lambda model, logits: logits / model.config.logits_scaling,
     ),
-    "opt": Layout(norm="final_layer_norm", rotary="none", embed=_add_opt_positions),
+    "opt": StepLayout(norm="final_layer_norm", rotary="none", embed=_add_opt_positions),
 }  # fmt: skip
 
 
@@ -413,8 +413,6 @@ class EarlyExitGenerator(PendingGenerator):
         drafter: heads and options.
         target: of the call.
     """
-
-    drops_rows = True
 
     def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
         super().__init__(target)

@@ -34,7 +34,7 @@ from hf_specdec.drafting.shapes import check_shapes, way_out
 from hf_specdec.drafting.vocabulary import MappedVocabulary
 from hf_specdec.drafting.wrapped import unwrapped
 from hf_specdec.hub.pretrained import PretrainedDrafter
-from hf_specdec.methods.specbound.calibration import Calibration, calibrate
+from hf_specdec.methods.specbound.calibration import ExitCalibration, calibrate
 from hf_specdec.methods.specbound.drafting import EarlyExitGenerator, LayerSlices, check_slices
 
 HEAD_KINDS = ("lora", "full")
@@ -334,7 +334,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
         prompts: Sequence[str | Sequence[int] | Tensor],
         target: PreTrainedModel | None = None,
         **settings: Any,
-    ) -> Calibration:
+    ) -> ExitCalibration:
         """Sets exit layers, threshold, w_max and d_max from measurements on these prompts and this machine.
 
         The target continues each prompt greedily; see `calibration.py` for what is measured and how choices are
@@ -423,6 +423,7 @@ class SpecBoundDrafter(MappedVocabulary, PretrainedDrafter):
             model,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
+            may_exceed=True,
             num_layers=config.num_target_layers,
             # Of a complete vocabulary, tokens that the target lacks are cut off.
             d2t=self.d2t if config.maps_vocabulary else None,

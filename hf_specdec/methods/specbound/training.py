@@ -27,7 +27,7 @@ from hf_specdec.methods.specbound.network import (
 from hf_specdec.training.losses import LossName, position_losses
 from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe
-from hf_specdec.training.source import Rows, Source
+from hf_specdec.training.source import Rows, RowSource
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary, copy_head
 
@@ -182,7 +182,7 @@ class SpecBoundTrainOptions(TrainOptions):
 
 
 def _prepare(
-    options: SpecBoundTrainOptions, target: PreTrainedModel, source: Source
+    options: SpecBoundTrainOptions, target: PreTrainedModel, source: RowSource
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
     size = checked_vocabulary_size(options.draft_vocab_size, target)
     vocabulary = None if size is None else torch.arange(size)  # replaced by `_read_rows`

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.exchange import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.methods.dflash.drafting import DFlashMarginals
-from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, default_target_layer_ids
+from hf_specdec.methods.dflash.network import DFlashConfig, DFlashDrafter, dflash_layer_ids
 from tests.method_table import make_ddtree, make_dflash
 from tests.targets import PROMPTS, make_target
 from tests.watched import Watched
@@ -191,7 +191,7 @@ def test_the_mask_token_is_never_drafted(target: PreTrainedModel) -> None:
 def test_target_layers_are_evenly_spaced_where_a_checkpoint_names_none(
     taps: int, layers: int, expected: list[int]
 ) -> None:
-    assert default_target_layer_ids(taps, layers) == expected
+    assert dflash_layer_ids(taps, layers) == expected
     config = DFlashConfig(
         num_hidden_layers=taps, num_target_layers=layers, block_size=4, dflash_config={"mask_token_id": 1}
     )

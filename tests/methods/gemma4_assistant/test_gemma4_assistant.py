@@ -35,10 +35,10 @@ from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.loading import make_blueprint
-from hf_specdec.integration import assisted_loop
 from hf_specdec.methods import gemma4_assistant as layout
 from hf_specdec.methods.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.methods.merged import MergedDrafter
+from tests.chains import assisted_loop
 from tests.hub.layouts import as_gemma4_assistant, save
 from tests.method_table import make_eagle3, make_gemma4_assistant, make_ngram
 from tests.targets import PAD, PROMPTS, WINDOW, fresh_target, make_target, one_prompt, ragged_prompts

@@ -14,7 +14,7 @@ from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter
 from hf_specdec.methods.lookup import NGramDrafter, SuffixDrafter
-from hf_specdec.methods.merged import Calibration, MergedDrafter, SourceGain
+from hf_specdec.methods.merged import MergedDrafter, ScoreCalibration, SourceGain
 from hf_specdec.visualize import terminal_tree
 from hf_specdec.visualize.tree import tree_legend, tree_svg
 from tests.method_table import (
@@ -170,7 +170,7 @@ def test_rows_of_a_batch_are_merged_each_by_itself(target: PreTrainedModel) -> N
 
 
 def test_a_source_that_is_wrong_gets_fewer_nodes_and_one_that_is_right_more() -> None:
-    calibration = Calibration()
+    calibration = ScoreCalibration()
     before = calibration.probability("garbage", 1, 0.9)
     assert before == pytest.approx(0.9)
     for _ in range(60):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.decoding import devices
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafting.config import default_target_layer_ids
+from hf_specdec.drafting.config import eagle3_layer_ids
 from hf_specdec.methods.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.methods.specblock.drafting import HeadOutput, Nodes, Shape, SpecBlockGenerator, Starts, attach, cut
 from hf_specdec.methods.specblock.network import rank_features
@@ -440,9 +440,9 @@ def test_rank_features_follow_their_definition() -> None:
 
 
 def test_default_layers_are_those_of_the_published_code() -> None:
-    assert default_target_layer_ids(36) == [1, 17, 32]
+    assert eagle3_layer_ids(36) == [1, 17, 32]
     for depth in itertools.chain(range(1, 8), (32, 64)):
-        assert all(0 <= layer < depth for layer in default_target_layer_ids(depth))
+        assert all(0 <= layer < depth for layer in eagle3_layer_ids(depth))
 
 
 def test_card_names_method_and_vocabulary(target: PreTrainedModel) -> None:

@@ -35,7 +35,7 @@ from hf_specdec.decoding.upstream import CACHE
 from hf_specdec.drafting.draft_logits import AnnealedConfidenceLogitsProcessor
 from hf_specdec.methods.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.methods.specbound import calibration as calibrating
-from hf_specdec.methods.specbound.drafting import LAYOUTS, EarlyExitGenerator, LayerSlices, Layout, PendingChain
+from hf_specdec.methods.specbound.drafting import LAYOUTS, EarlyExitGenerator, LayerSlices, PendingChain, StepLayout
 from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.method_table import METHODS, make_specbound
@@ -373,7 +373,7 @@ def test_scaled_adapters_are_read_as_peft_would_apply_them(target: PreTrainedMod
     torch.testing.assert_close(loaded.heads["2"].lora_B, 2 * drafter.heads["2"].lora_B)
 
 
-# Calibration.
+# ExitCalibration.
 
 
 def test_calibration_picks_what_the_speedup_model_prefers_and_keeps_it(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_unknown_family_is_named_with_how_to_add_it() -> None:
 
 def test_family_whose_layout_is_wrong_is_found_out() -> None:
     target = gemma()
-    LAYOUTS["gemma"] = Layout(logits=lambda model, logits: logits / 2)
+    LAYOUTS["gemma"] = StepLayout(logits=lambda model, logits: logits / 2)
     try:
         with pytest.raises(ValueError, match="run in slices give logits that differ by .* 'gemma' in LAYOUTS"):
             make_specbound(target).check_target(target)
