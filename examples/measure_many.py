@@ -3,8 +3,8 @@
     python examples/measure_many.py --target T --prompts P.jsonl --drafter examples/smollm2-135m/dflash --rows 1 4 16
 
 Prompts get different numbers of new tokens, without an end of text, so that all ways write the same number. The ways
-run in turn, in one process: calls of plain `generate` one by one, fixed batches of it, transformers' `generate_batch`,
-and `generate_many` without and with the drafter. A short run of each comes first, as warm-up.
+run in turn, in one process: calls of plain `generate` one by one, fixed batches of it, and `generate_many` without and
+with each drafter. A short run of each comes first, as warm-up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from harness import load_inputs, load_target, table_of, wide_console
-from transformers import GenerationConfig
 
 from hf_specdec import generate_many, load_drafter
 
@@ -40,12 +39,6 @@ def fixed_batches(model: Any, prompts: Prompts, rows: int) -> None:
         ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in some])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids, _ in some])
         model.generate(ids, attention_mask=mask, max_new_tokens=max(new for _, new in some))
-
-
-def continuous(model: Any, prompts: Prompts, rows: int) -> None:
-    """Transformers' continuous batching, which takes one number of new tokens: each length in a call."""
-    config = GenerationConfig(do_sample=False, max_new_tokens=max(new for _, new in prompts), eos_token_id=-1)
-    model.generate_batch([ids for ids, _ in prompts], generation_config=config, progress_bar=False)
 
 
 def many(drafter: Any) -> Callable[[Any, Prompts, int], None]:
@@ -71,6 +64,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=96, help="most new tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--without", nargs="+", default=[], help="ways that are left out")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use: not wall time")
     options = parser.parse_args()
     model, tokenizer = load_target(options.target, options.dtype)
     model.generation_config.update(do_sample=False, eos_token_id=None, pad_token_id=0, temperature=None, top_p=None)
@@ -82,10 +76,10 @@ def main() -> None:
     ways: dict[str, Callable[[Any, Prompts, int], None]] = {
         "one by one": one_by_one,
         "fixed batches": fixed_batches,
-        "generate_batch": continuous,
         "generate_many": many(None),
         **{f"generate_many, {name}": many(load_drafter(name, model)) for name in options.drafter},
     }
+    now = time.process_time if options.processor_time else time.perf_counter
     tokens, rates = sum(new for _, new in prompts), []
     for rows in options.rows:
         found = [str(rows)]
@@ -94,9 +88,9 @@ def main() -> None:
                 found.append("")
                 continue
             way(model, [(ids, 8) for ids, _ in prompts[: 2 * rows]], rows)
-            began = time.perf_counter()
+            began = now()
             way(model, prompts, rows)
-            found.append(f"{tokens / (time.perf_counter() - began):.1f}")
+            found.append(f"{tokens / (now() - began):.1f}")
             print(rows, name, found[-1], flush=True)
         rates.append(found)
     wide_console().print(table_of("tokens/s by rows", ["rows", *ways], rates))

@@ -14,6 +14,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import attach, generate_many
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.exchange import DraftContext
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.policies import DraftingPolicy
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafting.drafter import Drafter, always_drafting
 from hf_specdec.many_prompts import Batch
 from tests.method_table import METHODS, STEADY
@@ -59,6 +63,26 @@ def test_every_prompt_gets_the_output_of_its_own_call(method: str) -> None:
         if method in ALONE:
             warnings.filterwarnings("ignore", message="Prompt 0 and others like it cannot share a batch")
         found = dict(generate_many(target, asked, assistant_model=drafter_of(method, target), batch_size=3))
+    assert_same(found, [alone(target, prompt) for prompt in asked])
+
+
+class Pausing(DraftingPolicy):
+    """Drafts in two rounds of seven: rows join, leave and end while their drafter reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = 0
+
+    def choose(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+        self.rounds += 1
+        return generator.draft(context) if self.rounds % 7 < 2 else DraftTree.root_only(context.root_ids)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ALONE])
+def test_rows_join_while_drafting_pauses(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked, pausing = make_target(), prompts(), Pausing()
+    monkeypatch.setattr(Drafter, "drafting_policy", lambda *_: pausing)
+    found = dict(generate_many(target, asked, assistant_model=drafter_of(method, target), batch_size=3))
     assert_same(found, [alone(target, prompt) for prompt in asked])
 
 
