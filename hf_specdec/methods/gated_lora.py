@@ -21,8 +21,8 @@ On disk the updates are a PEFT adapter (`adapter_config.json`, `adapter_model.sa
 `PeftModel.from_pretrained(target, folder)` reads; PEFT itself has no gate and would apply it to all positions. Mask
 embeddings and Markov head are in `model.safetensors`.
 
-Source: Samragh et al., arXiv 2507.11851, Sections 3.1 (masks), 3.2 (gated LoRA), 3.3 (sampler head). Not taken: its
-consistency loss, and the quadratic decoding of chains; trees take the place of the latter.
+Source: Samragh et al., arXiv 2507.11851, for masked inputs and gated LoRA. Not taken: its consistency loss, its sampler
+head, an MLP, and its quadratic decoding of chains; a Markov head and trees take the place of the last two.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class GatedLoraOptions(TreeOptions):
     """
 
     method = "gated_lora"
-    masked_nodes: int = 4
+    masked_nodes: int = 16
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)

@@ -14,14 +14,16 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.exchange import Committed
+from hf_specdec.decoding.speed import cuda_graphs
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.methods.gated_lora import Behind, GatedLoraDrafter, GatedLoraGenerator, likeliest_ends, with_masks
 from hf_specdec.methods.lookup import SuffixDrafter
 from hf_specdec.methods.merged import MergedDrafter
+from tests.decoding.test_cuda_graphs import Replaying, capture_on_cpu
 from tests.method_table import make_gated_lora
-from tests.targets import FAMILIES, fresh_target, make_target, one_prompt
+from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, one_prompt
 
 CASES = [(family, attention) for family, (_, _, attentions) in FAMILIES.items() for attention in attentions]
 MIXTURES = ("qwen3-moe", "mixtral-sliding", "gpt-oss")
@@ -121,6 +123,31 @@ def test_the_first_draft_of_a_forward_behind_the_root_is_the_targets_own_choice(
     model.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
     assert drafter.stats is not None
     assert min(drafter.stats.per_step_accepted[0][:-1]) >= 1
+
+
+@pytest.mark.parametrize("masked_nodes", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
+def test_beside_captured_rounds_masks_run_without_a_graph(
+    family: str, masked_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_on_cpu(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "FIRST_PREFIX", 16)
+    Replaying.replays = 0
+    model, prompts = make_target(family, "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter = make_gated_lora(model, masked_nodes=masked_nodes).double()
+    settings = {**GREEDY, "max_new_tokens": 32, "return_dict_in_generate": True}
+    plain = model.generate(**prompts, **settings)
+    model.generate(**prompts, **settings, assistant_model=drafter)
+    assert drafter.stats is not None
+    drafts = drafter.stats.per_step_accepted
+    drafter.set_options(compile_mode="reduce-overhead")
+    for _ in range(2):
+        captured = model.generate(**prompts, **settings, assistant_model=drafter)
+        assert torch.equal(captured.sequences, plain.sequences)
+        assert drafter.stats.per_step_accepted == drafts
+        for own, other in zip(captured.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            torch.testing.assert_close(own.keys, other.keys)
+    assert (Replaying.replays > 0) == (masked_nodes == 0)
 
 
 def test_the_likeliest_ends_are_nodes_whose_children_are_unlikely() -> None:
