@@ -21,8 +21,9 @@ from hf_specdec.decoding.speed.cuda_graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafting.growth import best_tree, level_tree
 from hf_specdec.drafting.reader import NewTokens
-from hf_specdec.methods import dflash, eagle3
+from hf_specdec.methods.dflash import drafting as dflash
 from hf_specdec.methods.dflash.drafting import DFlashMarginals
+from hf_specdec.methods.eagle3 import drafting as eagle3
 from hf_specdec.methods.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.methods.specblock import drafting as specblock
 from hf_specdec.methods.specblock.drafting import SpecBlockGenerator

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from hf_specdec import export_drafter, load_drafter
+from hf_specdec.methods.dflash import training as dflash
 from hf_specdec.methods.specblock.training import new_drafter
 from hf_specdec.methods.specbound import training as specbound
-from hf_specdec.training import dflash
 from hf_specdec.training.command import main
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.start_from import initialize_from

@@ -14,12 +14,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
 
 from hf_specdec import load_drafter
+from hf_specdec.methods.dflash import training as dflash
 from hf_specdec.methods.dflash.training import DFlashStep
 from hf_specdec.methods.specblock import training as specblock
 from hf_specdec.methods.specblock.training import SpecBlockStep
 from hf_specdec.methods.specbound import training as specbound
 from hf_specdec.methods.specbound.training import SpecBoundStep
-from hf_specdec.training import dflash
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import acceptance_metrics
 from hf_specdec.training.trainer import DrafterTrainer
