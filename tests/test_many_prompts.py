@@ -23,7 +23,7 @@ from hf_specdec.many_prompts import Batch
 from tests.method_table import METHODS, STEADY
 from tests.targets import FAMILIES, HYBRIDS, STATEFUL, make_target, tiny_tokenizer
 
-ALONE = ("specbranch", "specbound", "ssd", "causal_lm_ssd", "eagle3_ssd")  # they share no batch
+ALONE = ("specbranch", "specbound", "gated_lora", "ssd", "causal_lm_ssd", "eagle3_ssd")  # they share no batch
 
 
 def prompts(count: int = 11, *, seed: int = 5, least: int = 1) -> list[dict[str, Any]]:

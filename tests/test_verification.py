@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from contextlib import nullcontext
@@ -350,7 +351,7 @@ def test_masked_tokens_do_not_make_every_difference_a_near_tie(target: PreTraine
 
 
 def test_texts_are_messages_where_the_drafter_was_trained_on_chats(target: PreTrainedModel) -> None:
-    drafter, tokenizer = METHODS["ddtree"](target), tiny_tokenizer()
+    drafter, tokenizer = METHODS["ddtree"](target), copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}u{{ m['content'] }}{% endfor %}a"
     given: dict[str, Any] = {"max_new_tokens": 8, "max_time_s": 0.0, "verbose": False}
     for record, text in (({"chat_template": True}, "uhelloa"), ({"chat_template": False}, "hello"), (None, "hello")):

@@ -265,6 +265,7 @@ class GatedLoraDrafter(PretrainedDrafter):
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_target_layers,
+            may_exceed=True,
         )
         if keeps_states(model):
             raise ValueError(
