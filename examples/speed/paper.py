@@ -207,7 +207,7 @@ def round_on_paper(
     as_cuda: Callable[[torch.device], Abilities] = lambda device: Abilities(folds_heads=folds_heads, works_ahead=True)  # noqa: E731
     with (
         patch.dict(devices.RULES, meta=as_cuda),
-        patch.object(cuda_graphs, "make_graph", GraphOnPaper),
+        patch.object(cuda_graphs, "CudaGraph", GraphOnPaper),
         patch.object(cuda_graphs, "obstacle", lambda model, device: None),  # there is no autocast for meta tensors
         torch.no_grad(),
         FusedAttention(),
