@@ -77,6 +77,7 @@ def test_settings_that_cannot_work_are_refused(target: PreTrainedModel, settings
 
 
 def test_static_cache_object_is_refused(target: PreTrainedModel) -> None:
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=fixed_tree([5], [0]))  # the model's trials
     cache = StaticCache(config=target.config, max_cache_len=64)
     assert_refused(target, rf"{CACHE} is a StaticCache .*Pass a DynamicCache", **{CACHE: cache})
 
