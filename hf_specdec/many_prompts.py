@@ -25,6 +25,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.policies import DraftingPolicy
 from hf_specdec.decoding.shared import SharedRounds
+from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.targets.modules import runs_in_inference_mode
@@ -252,6 +253,7 @@ class Batch:
         longest = max(each.config.max_length for each in (row, *self.running))
         return self.max_cache_tokens is None or longest * (len(self.running) + 1) <= self.max_cache_tokens
 
+    @without_cudnn_attention()
     def _begin(self) -> None:
         """Runs the prompts for which there is room."""
         while self.waiting and self._fits(self.waiting[0].row):
@@ -275,16 +277,17 @@ class Batch:
             else:
                 self.begun.append(row)
 
+    @without_cudnn_attention()
     def round(self) -> None:
         """One round of all rows; those that have begun since the last one join it."""
         self._begin()
         begun, self.begun = self.begun, []
-        if self.shared is None:
-            if not begun:
-                return
-            self.shared = SharedRounds(begun, self._policy)
-        with self._mode(self.shared.rows[0]):
-            if begun and begun[0] is not self.shared.rows[0]:
+        if self.shared is None and not begun:
+            return
+        with self._mode(next(iter(self.running))):
+            if self.shared is None:
+                self.shared = SharedRounds(begun, self._policy)
+            elif begun:
                 self.shared.join(begun)
             self.shared.drop_ended()
             for row, error in self.shared.round():

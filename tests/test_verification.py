@@ -22,14 +22,7 @@ from hf_specdec.methods.lookup import NGramDrafter
 from hf_specdec.methods.merged import MergedDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.precision import Raised
-from hf_specdec.verification.replay import (
-    FrozenRound,
-    Prompt,
-    TreeReplay,
-    acceptance_p_values,
-    drawn_p_value,
-    plain_logits,
-)
+from hf_specdec.verification.replay import FrozenRound, TreeReplay, acceptance_p_values, drawn_p_value
 from tests.faults import FAULTS, SOUND, Relaxed, Warmer, drafting_best_last, drafting_likeliest, seeing_siblings
 from tests.method_table import METHODS
 from tests.scripted import StubDrafter
@@ -374,20 +367,6 @@ def test_without_time_one_text_and_one_tree_are_checked(target: PreTrainedModel)
     assert (report.num_prompts, len(report.replays)) == (1, 1)
     assert report.lossless
     assert not report.left_out
-
-
-def test_of_a_tree_with_many_leaves_some_paths_of_all_lengths_are_compared(target: PreTrainedModel) -> None:
-    whole = DraftTree.from_parents(
-        torch.arange(1, 45).unsqueeze(0), torch.tensor([[-1, *range(20), *[0] * 23]]), max_depth=20
-    )
-    with torch.no_grad():
-        logits = torch.zeros(44, target.config.vocab_size)
-        nodes, plain = plain_logits(target, FrozenRound(torch.tensor([5, 9, 1]), whole, logits), Prompt(PROMPT))
-    assert set(range(21)) < set(nodes)  # the deepest path
-    assert 21 + 7 < len(nodes) <= 21 + 15
-    text = torch.tensor([[5, 9, *whole.token_ids[0, [0, nodes[-1]]]]])
-    with torch.no_grad():
-        torch.testing.assert_close(plain[-1], target(text).logits[0, -1])
 
 
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:

@@ -41,7 +41,6 @@ from hf_specdec.verification.precision import TOP, Precision, top_difference
 
 TEMPERATURE, TOP_K = 1.0, TOP  # top-k limits the number of outcomes, so that each is counted often enough
 DRAWS = 2000  # of each chi-square test
-PATHS = 16  # of a tree, at most: plain forwards repeat the text for each
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,9 @@ class TreeReplay:
         p_values: of the acceptance rule, under the distribution of the verified logits: one test of the whole tree, or
             one per drafted node if the tree has `draft_probs`.
         rounding: largest difference of a logit between tree verification and plain forwards in the target's own dtype,
-            over the best tokens of each compared node.
+            over the best tokens of each node.
         logit_error: the same in high precision; None if it was not measured.
         bound: the largest `logit_error` that rounding may explain.
-        num_compared: nodes whose logits were compared, the root included: those of `PATHS` paths of all lengths.
     """
 
     num_nodes: int
@@ -66,7 +64,6 @@ class TreeReplay:
     rounding: float
     logit_error: float | None = None
     bound: float = 0.0
-    num_compared: int = 0
 
 
 @dataclass
@@ -237,7 +234,7 @@ def verify_again(
     # transformers' loop reports a round when the next one begins. Deep nodes need positions, too.
     stop = len(rounds[-1].prefix) + 2 + max(each.tree.max_depth for each in rounds)
     recorder = RoundRecorder(prompt.ids, limit=len(rounds))
-    plain: list[tuple[list[int], Tensor]] = []
+    plain: list[Tensor] = []
     with observing(recorder), precision():
         generate(
             model,
@@ -252,18 +249,19 @@ def verify_again(
             plain.append(plain_logits(model, each, prompt))
     return {
         len(each.prefix): (
-            top_difference(each.logits[nodes].to(logits.device), logits),
+            top_difference(each.logits[nodes_of(each)].to(logits.device), logits),
             precision.bound(logits),
         )
-        for each, (nodes, logits) in zip(recorder.rounds, plain, strict=False)
+        for each, logits in zip(recorder.rounds, plain, strict=False)  # as far as there was time
     }
 
 
 def replay(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) -> TreeReplay:
     """Tests the acceptance rule on a recorded tree, and measures the rounding of its logits."""
-    nodes, logits = plain_logits(model, frozen, prompt)
-    rounding = top_difference(frozen.logits[nodes], logits.to(frozen.logits))
-    return TreeReplay(len(nodes_of(frozen)) - 1, DRAWS, acceptance_p_values(frozen), rounding, num_compared=len(nodes))
+    nodes = nodes_of(frozen)
+    verified = frozen.logits[nodes]
+    rounding = top_difference(verified, plain_logits(model, frozen, prompt).to(verified))
+    return TreeReplay(len(nodes) - 1, DRAWS, acceptance_p_values(frozen), rounding)
 
 
 def acceptance_p_values(frozen: FrozenRound) -> tuple[float, ...]:
@@ -306,19 +304,17 @@ def nodes_of(frozen: FrozenRound) -> list[int]:
     return frozen.tree.valid[0].nonzero().flatten().tolist()
 
 
-def plain_logits(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) -> tuple[list[int], Tensor]:
-    """Nodes, and the logits [nodes, vocab] after the path of each, by forwards without a tree and a cache.
+def plain_logits(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) -> Tensor:
+    """[nodes, vocab] in the target's own dtype: after each node's path, by forwards without a tree and a cache.
 
     Each leaf is a row of the batch, which gives the logits of all nodes above it. Shorter rows are padded on the right.
-    Of a tree with more leaves, only every n-th is run, in the order of their depths.
     """
     parents, token_ids = frozen.tree.parents[0].tolist(), frozen.tree.token_ids[0].tolist()
     paths = {0: [0]}
     for node in nodes_of(frozen)[1:]:
         paths[node] = [*paths[parents[node]], node]
     above = {parents[node] for node in paths}
-    leaves = sorted((path for node, path in paths.items() if node not in above), key=len, reverse=True)
-    leaves = leaves[:: -(-len(leaves) // PATHS)]
+    leaves = [path for node, path in paths.items() if node not in above]
     width, start = max(map(len, leaves)), len(frozen.prefix) - 1
     tails = [[token_ids[node] for node in path + path[-1:] * (width - len(path))] for path in leaves]
     rows = torch.cat([frozen.prefix[:-1].expand(len(leaves), -1), torch.tensor(tails).to(frozen.prefix)], dim=1)
@@ -326,7 +322,7 @@ def plain_logits(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) ->
     parts = rows.to(home).split(8)  # limits the memory for logits of a large vocabulary
     logits = torch.cat([prompt.whole_logits(model, part)[:, start:] for part in parts])
     places = {node: (row, depth) for row, path in enumerate(leaves) for depth, node in enumerate(path)}
-    return list(places), torch.stack([logits[place] for place in places.values()])
+    return torch.stack([logits[places[node]] for node in paths])
 
 
 def _count_ends(

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hf_specdec import generate_many
 from hf_specdec.decoding.speed.cudnn import without_cudnn_attention
+from hf_specdec.methods.lookup import NGramDrafter
 from tests.method_table import METHODS
 from tests.targets import PROMPTS, make_target
 
@@ -46,6 +48,16 @@ def test_no_attention_of_a_call_is_cudnns(method: str) -> None:
     with cudnn(allowed=True), Attentions() as attentions:
         target.generate(**PROMPTS["batch of one"](), max_new_tokens=6, do_sample=False, assistant_model=drafter)
         assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert attentions.allowed
+    assert not any(attentions.allowed)
+
+
+@pytest.mark.parametrize("assistant_model", [None, NGramDrafter()], ids=["plain", "ngram"])
+def test_no_attention_of_shared_rounds_is_cudnns(assistant_model: NGramDrafter | None) -> None:
+    target, prompts = make_target("llama", "sdpa"), [[5, 9, 5, 9], [7, 8, 9]]
+    with cudnn(allowed=True), Attentions() as attentions:
+        for _ in generate_many(target, prompts, assistant_model=assistant_model, max_new_tokens=6, do_sample=False):
+            assert torch.backends.cuda.cudnn_sdp_enabled(), "between rounds the caller has its own setting"
     assert attentions.allowed
     assert not any(attentions.allowed)
 
