@@ -292,7 +292,7 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 28_460
+MOST_CODE_LINES = 28_455
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:
